@@ -1,0 +1,165 @@
+"""Validation of a config: every range and every condition between keys, with the values and the remedy named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+
+from areal_jax.types import UserError
+
+Check = tuple[Callable[[Any], bool], str]
+
+
+def _at_least(low: float) -> Check:
+    return (lambda v: v >= low, f"expected at least {low}")
+
+
+def _between(low: float, high: float) -> Check:
+    return (lambda v: low <= v <= high, f"expected {low} to {high}")
+
+
+def _one_of(*names: str) -> Check:
+    return (lambda v: v in names, "expected one of " + ", ".join(names))
+
+
+POSITIVE: Check = (lambda v: v > 0, "expected more than 0")
+FRACTION: Check = (lambda v: 0 < v < 1, "expected more than 0 and less than 1")
+UP_TO_ONE: Check = (lambda v: 0 < v <= 1, "expected more than 0 and at most 1")
+BELOW_ONE: Check = (lambda v: 0 <= v < 1, "expected at least 0 and less than 1")
+
+CHECKS: dict[str, Check] = {
+    "seed": _at_least(0),
+    "model.layers": _at_least(1),
+    "model.d_model": _at_least(1),
+    "model.kv_heads": _at_least(1),
+    "model.head_dim": (lambda v: v > 0 and v % 2 == 0, "expected an even number (rotary pairs)"),
+    "model.d_ff": _at_least(1),
+    "model.rope_base": (lambda v: v > 1, "expected more than 1"),
+    "model.norm_eps": POSITIVE,
+    "model.logit_soft_cap": _at_least(0),
+    "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
+    "data.name": _one_of("arithmetic"),
+    "data.heldout_problems": _at_least(1),
+    "warm_start.seed": _at_least(0),
+    "warm_start.rows": _at_least(1),
+    "warm_start.skill_accuracy": UP_TO_ONE,
+    "warm_start.skill_updates": _at_least(0),
+    "warm_start.skill_learning_rate": POSITIVE,
+    "warm_start.check_every": _at_least(1),
+    "warm_start.validation_problems": _at_least(1),
+    "warm_start.habit_updates": _at_least(0),
+    "warm_start.habit_direct_fraction": _between(0, 1),
+    "warm_start.habit_learning_rate": POSITIVE,
+    "warm_start.habit_learning_rate_final": POSITIVE,
+    "rollout.max_staleness": (lambda v: v >= 0 and (math.isinf(v) or v == int(v)), "expected 0, 1, 2, ... or inf"),
+    "rollout.over_stale": _one_of("train", "drop", "mask_tokens"),
+    "rollout.group_size": _at_least(1),
+    "rollout.temperature": POSITIVE,
+    "rollout.max_prompt_length": _at_least(1),
+    "rollout.max_response_length": _at_least(1),
+    "rollout.slots": _at_least(1),
+    "rollout.chunk": _at_least(1),
+    "rollout.kv_on_update": _one_of("recompute", "keep"),
+    "rollout.environment": _one_of("single_turn"),
+    "rollout.lease_timeout_seconds": POSITIVE,
+    "reward.name": _one_of("exact_answer"),
+    "advantage.name": _one_of("group_norm", "dr_grpo", "rloo", "batch_norm"),
+    "loss.name": _one_of("ppo", "decoupled_ppo", "staleness_ppo"),
+    "loss.clip_low": FRACTION,
+    "loss.clip_high": POSITIVE,
+    "loss.importance_weight": _one_of("clamp", "none"),
+    "loss.importance_cap": POSITIVE,
+    "loss.staleness_base": _one_of("ppo", "decoupled_ppo"),
+    "loss.staleness_decay": UP_TO_ONE,
+    "loss.staleness_floor": UP_TO_ONE,
+    "loss.entropy_coefficient": _at_least(0),
+    "trainer.steps": _at_least(1),
+    "trainer.batch_prompts": _at_least(1),
+    "trainer.minibatches": _at_least(1),
+    "trainer.micro_batch_rows": _at_least(1),
+    "optimizer.learning_rate": POSITIVE,
+    "optimizer.final_learning_rate": _at_least(0),
+    "optimizer.warmup_steps": _at_least(0),
+    "optimizer.b1": BELOW_ONE,
+    "optimizer.b2": BELOW_ONE,
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": _at_least(0),
+    "optimizer.max_grad_norm": POSITIVE,
+    "evaluation.every_steps": _at_least(0),
+    "evaluation.temperature": POSITIVE,
+    "checkpoint.every_steps": _at_least(0),
+    "transport.port": _between(0, 65535),
+    "transport.max_message_bytes": _at_least(1024),
+    "launch.kind": _one_of("auto", "colocated", "local"),
+    "launch.samplers": _at_least(1),
+    "launch.max_restarts": _at_least(0),
+}
+"""key -> (condition, what was expected). Names are checked again where they are looked up."""
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError naming the key, its value, what was expected and, between keys, both values."""
+    flat = flatten(config)
+    for key, (holds, expected) in CHECKS.items():
+        value = flat[key]
+        if isinstance(value, float) and math.isnan(value) or not holds(value):
+            raise UserError(f"config.{key} is {value!r}: {expected}")
+    model, rollout, trainer = config.model, config.rollout, config.trainer
+    samples = trainer.batch_prompts * rollout.group_size
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    shards = config.mesh.trainer.data * config.mesh.trainer.fsdp
+    _require(
+        model.heads % model.kv_heads == 0,
+        f"model.heads is {model.heads} and model.kv_heads {model.kv_heads}: heads must be a multiple of kv_heads",
+    )
+    _require(
+        longest <= trainer.row_length,
+        f"rollout.max_prompt_length {rollout.max_prompt_length} + max_response_length {rollout.max_response_length} = "
+        f"{longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten the others",
+    )
+    _require(
+        samples % trainer.minibatches == 0,
+        f"trainer.batch_prompts {trainer.batch_prompts} x rollout.group_size {rollout.group_size} = {samples} samples, "
+        f"which trainer.minibatches = {trainer.minibatches} does not divide",
+    )
+    _require(
+        rollout.queue_capacity >= samples,
+        f"rollout.queue_capacity is {rollout.queue_capacity} and a batch has {samples} samples: a queue that cannot "
+        f"hold one batch would stop the run; set at least {samples}",
+    )
+    _require(
+        not (rollout.group_size == 1 and config.advantage.name != "batch_norm"),
+        f"rollout.group_size is 1 and advantage.name {config.advantage.name!r}, which compares the samples of a group: "
+        "every advantage would be 0; raise group_size or use batch_norm",
+    )
+    _require(
+        shards < 0 or trainer.micro_batch_rows % shards == 0,
+        f"trainer.micro_batch_rows is {trainer.micro_batch_rows}, and mesh.trainer.data x fsdp = {shards} does not "
+        "divide it: make it a multiple",
+    )
+    for role in ("trainer", "sampler"):
+        tensor = config.mesh[role].tensor
+        for key in ("heads", "kv_heads", "d_ff"):
+            _require(
+                tensor == -1 or (tensor > 0 and model[key] % tensor == 0),
+                f"mesh.{role}.tensor is {tensor} and does not divide model.{key} = {model[key]}",
+            )
+
+
+def flatten(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """{'rollout.slots': 64, ...}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(message)

@@ -1,0 +1,46 @@
+"""The staleness bound at the door: AReaL Eq. 3 (arXiv 2505.24298)."""
+
+from __future__ import annotations
+
+import math
+
+
+class AdmissionGate:
+    """Lets a new sample start only while floor((N - 1) / B) <= version + eta.
+
+    N counts the samples started, the new one included, and not those refunded (rejected, or lost for good); B is the
+    number of samples per training batch; eta is `max_staleness`, possibly infinite. Not thread-safe: its owner locks.
+    """
+
+    def __init__(self, batch_samples: int, max_staleness: float):
+        if batch_samples < 1 or max_staleness < 0:
+            raise ValueError(f"batch_samples {batch_samples} must be positive and max_staleness {max_staleness} >= 0")
+        self.batch_samples, self.max_staleness = batch_samples, max_staleness
+        self.started = 0
+
+    def may_start(self, samples: int, version: int) -> bool:
+        """Whether `samples` more may start at this version, all of them or none."""
+        return self._batch_of(self.started + samples) <= version + self.max_staleness
+
+    def start(self, samples: int, version: int) -> int:
+        """Starts samples that may start; returns the oldest version they may be drawn with.
+
+        The last of them belongs to batch k = floor((N - 1) / B), trained at version k when batches are consumed in
+        order, so weights of at least version k - eta keep its tokens within the bound.
+        Raises ValueError when they may not start.
+        """
+        if not self.may_start(samples, version):
+            raise ValueError(f"{self.started} + {samples} samples at version {version} exceed the staleness bound")
+        self.started += samples
+        if math.isinf(self.max_staleness):
+            return 0
+        return max(0, self._batch_of(self.started) - math.floor(self.max_staleness))
+
+    def refund(self, samples: int) -> None:
+        """Takes back samples that will never be trained on."""
+        if not 0 <= samples <= self.started:
+            raise ValueError(f"refund of {samples} samples; {self.started} are started")
+        self.started -= samples
+
+    def _batch_of(self, n: int) -> int:
+        return (n - 1) // self.batch_samples

@@ -1,0 +1,316 @@
+"""The trainer's side of the rollout: prompts out, trajectories in, batches to the trainer.
+
+Owns all that must be single: the prompt stream, admission, the ledger, the queue and the published version. Samplers
+talk to `exchange`; the training loop takes batches and publishes versions.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_jax.rollout.admission import AdmissionGate
+from areal_jax.rollout.evaluation import Evaluation, EvaluationBoard
+from areal_jax.rollout.ledger import Ledger
+from areal_jax.transport.messages import Reply, Report, SamplerStats
+from areal_jax.types import Lease, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+PromptSource = Callable[[], tuple[Prompt, dict[str, Any]]]
+"""-> the next prompt, and the state of the stream after it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorConfig:
+    """The keys of `config.rollout` that the coordinator needs."""
+
+    group_size: int
+    batch_samples: int
+    max_staleness: float
+    over_stale: str
+    """'train', 'drop' or 'mask_tokens': what happens to tokens older than max_staleness when they are consumed."""
+    queue_capacity: int
+    """Samples in complete groups; when full, samplers wait."""
+    lease_timeout_seconds: float
+    temperature: float
+    max_new_tokens: int
+
+
+@dataclasses.dataclass
+class _Group:
+    prompt: Prompt
+    sample_ids: tuple[int, ...]
+    arrived: list[Trajectory] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Member:
+    """A sampler as the coordinator sees it."""
+
+    incarnation: str
+    last_seen: float
+    announced: int
+    stats: SamplerStats
+    held: dict[int, Lease] = dataclasses.field(default_factory=dict)
+
+
+class Coordinator:
+    """See the module's docstring. Thread-safe."""
+
+    def __init__(self, config: CoordinatorConfig, source: PromptSource, board: EvaluationBoard, version: int = 0):
+        self.config = config
+        self._changed = threading.Condition()  # guards everything below except _source and _drawn
+        self._source = source
+        self._drawn: collections.deque[tuple[Prompt, dict[str, Any]]] = collections.deque()  # exchange's thread only
+        self._gate = AdmissionGate(config.batch_samples, config.max_staleness)
+        self._ledger = Ledger()
+        self._board = board
+        self._version = version
+        self._stopping = False
+        self._stream_state: dict[str, Any] | None = None
+        self._groups: dict[int, _Group] = {}
+        self._ready: collections.deque[int] = collections.deque()
+        self._ready_samples = 0
+        self._batch: list[Trajectory] = []
+        self._unleased: collections.deque[Lease] = collections.deque()
+        self._members: dict[str, _Member] = {}
+        self.duplicates = 0
+
+    # --- the samplers' side ---
+
+    def exchange(self, report: Report) -> Reply:
+        """Takes in what a sampler finished, grants what it may start. Called by one thread."""
+        while len(self._drawn) * self.config.group_size < report.want:  # reading is I/O: not under the lock
+            self._drawn.append(self._source())
+        with self._changed:
+            member = self._meet(report)
+            for trajectory in report.trajectories:
+                self._receive(trajectory)
+            self._expire()
+            leases = self._grant(report.want, report.want_evaluation)
+            member.held |= {i: lease for lease in leases for i in lease.sample_ids}
+            member.announced = self._version
+            self._ledger.check()
+            self._changed.notify_all()
+            credit = max(0, self.config.queue_capacity - self._ready_samples)
+            return Reply(report.sequence, self._version, tuple(leases), credit, self._stopping)
+
+    def lose(self, sampler: str) -> None:
+        """A sampler is gone: its leases are issued again."""
+        with self._changed:
+            member = self._members.pop(sampler, None)
+            if member is not None:
+                self._give_back(member)
+
+    def _meet(self, report: Report) -> _Member:
+        member = self._members.get(report.sampler)
+        if member is not None and member.incarnation != report.incarnation:
+            self._give_back(member)
+            member = None
+        if member is None:
+            member = _Member(report.incarnation, 0.0, self._version, report.stats)
+            self._members[report.sampler] = member
+        member.last_seen, member.stats = time.monotonic(), report.stats
+        return member
+
+    def _receive(self, trajectory: Trajectory) -> None:
+        for member in self._members.values():
+            member.held.pop(trajectory.sample_id, None)
+        if trajectory.evaluation:
+            self._board.receive(trajectory)
+            return
+        if not self._ledger.is_leased(trajectory.sample_id):
+            self.duplicates += 1
+            return
+        group = self._groups[trajectory.prompt_id]
+        self._ledger.finish(trajectory.sample_id)
+        group.arrived.append(trajectory)
+        if len(group.arrived) == len(group.sample_ids):
+            self._ledger.queue(group.sample_ids)
+            self._ready.append(group.prompt.prompt_id)
+            self._ready_samples += len(group.sample_ids)
+
+    def _grant(self, want: int, want_evaluation: int) -> list[Lease]:
+        """Leases for about as many samples as are wanted; lost ones go first."""
+        leases: list[Lease] = []
+        if self._stopping:
+            return leases
+        for wanted, source in (
+            (want_evaluation, self._board.grant),
+            (want, lambda: self._reissued() or self._new_group()),
+        ):
+            granted = 0
+            while granted < wanted and (lease := source()) is not None:
+                leases.append(lease)
+                granted += len(lease.sample_ids)
+        return leases
+
+    def _reissued(self) -> Lease | None:
+        return self._unleased.popleft() if self._unleased else None
+
+    def _new_group(self) -> Lease | None:
+        size = self.config.group_size
+        if not self._drawn or not self._gate.may_start(size, self._version):
+            return None
+        min_version = self._gate.start(size, self._version)
+        prompt, self._stream_state = self._drawn.popleft()
+        ids = self._ledger.issue(size)
+        self._groups[prompt.prompt_id] = _Group(prompt, ids)
+        return self._lease(prompt, ids, min_version)
+
+    def _lease(self, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
+        return Lease(prompt, ids, min_version, None, self.config.temperature, self.config.max_new_tokens)
+
+    def _expire(self) -> None:
+        late = time.monotonic() - self.config.lease_timeout_seconds
+        for name in [n for n, m in self._members.items() if m.last_seen < late]:
+            member = self._members.pop(name)
+            log.warning(
+                "sampler %s has not been heard of for %.0f s: issuing its %d samples again",
+                name,
+                self.config.lease_timeout_seconds,
+                len(member.held),
+            )
+            self._give_back(member)
+
+    def _give_back(self, member: _Member) -> None:
+        for lease in {lease.sample_ids: lease for lease in member.held.values()}.values():
+            if lease.pinned_version is not None:
+                self._board.give_back(lease)
+                continue
+            left = tuple(i for i in lease.sample_ids if self._ledger.is_leased(i))
+            if left:
+                self._unleased.append(dataclasses.replace(lease, sample_ids=left))
+
+    # --- the training loop's side ---
+
+    def take_batch(self, version: int, timeout: float) -> list[Trajectory] | None:
+        """At least batch_samples samples in whole groups, in order of completion; None if they are not there in time.
+
+        Samples over the staleness bound are dealt with here, at the moment of consumption. Call `trained` with the
+        batch once its update is done.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while len(self._batch) < self.config.batch_samples:
+                if self._ready:
+                    self._consume(self._groups.pop(self._ready.popleft()), version)
+                elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+            batch, self._batch = self._batch, []
+            return batch
+
+    def _consume(self, group: _Group, version: int) -> None:
+        self._ready_samples -= len(group.sample_ids)
+        arrived = sorted(group.arrived, key=lambda t: t.sample_id)
+        kept = [handle_over_stale(t, version, self.config.max_staleness, self.config.over_stale) for t in arrived]
+        self._batch += [t for t in kept if t is not None]
+        dropped = [t.sample_id for t, k in zip(arrived, kept, strict=True) if k is None]
+        self._ledger.drop(dropped, "over_stale")
+        self._gate.refund(len(dropped))
+
+    def trained(self, batch: Sequence[Trajectory]) -> None:
+        """The batch has been trained on."""
+        with self._changed:
+            self._ledger.train([t.sample_id for t in batch])
+            self._ledger.check()
+
+    def publish(self, version: int) -> None:
+        """Parameters of this version are committed in the weight channel: announce it."""
+        with self._changed:
+            self._version = version
+
+    def stop(self) -> None:
+        """Tells samplers, with their next reply, to end."""
+        with self._changed:
+            self._stopping = True
+
+    def evaluate(self, version: int) -> None:
+        """Asks for an evaluation of a published version; `evaluations` returns it when it is finished."""
+        with self._changed:
+            self._board.request(version)
+
+    def evaluations(self) -> list[Evaluation]:
+        with self._changed:
+            return self._board.collect()
+
+    def evaluations_pending(self) -> int:
+        with self._changed:
+            return len(self._board.pinned_versions())
+
+    def needed_versions(self) -> set[int]:
+        """Versions that a sampler may be loading, or that an evaluation is pinned to."""
+        with self._changed:
+            return {m.announced for m in self._members.values()} | set(self._board.pinned_versions())
+
+    def occupancy(self) -> int:
+        """Samples in complete groups that wait for the trainer."""
+        with self._changed:
+            return self._ready_samples
+
+    def counts(self) -> dict[str, int]:
+        """The ledger's balance."""
+        with self._changed:
+            return self._ledger.counts()
+
+    def sampler_stats(self) -> dict[str, SamplerStats]:
+        with self._changed:
+            return {name: m.stats for name, m in self._members.items()}
+
+    # --- checkpoints ---
+
+    def save(self) -> dict[str, Any]:
+        """JSON-able: the books, the stream's state and the groups still open. Call between `trained` and `publish`."""
+        with self._changed:
+            in_batch = [t.prompt_id for t in self._batch]
+            if in_batch:
+                raise RuntimeError("a batch is half taken; save after `trained`")
+            return {
+                "ledger": self._ledger.save(),
+                "started": self._gate.started,
+                "stream": self._stream_state,
+                "groups": [
+                    {
+                        "prompt_id": g.prompt.prompt_id,
+                        "tokens": g.prompt.tokens.tolist(),
+                        "text": g.prompt.text,
+                        "answer": g.prompt.answer,
+                        "sample_ids": list(g.sample_ids),
+                    }
+                    for g in self._groups.values()
+                ],
+            }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """From `save`, before the first exchange: open groups are leased again, whole."""
+        with self._changed:
+            self._ledger = Ledger.restore(saved["ledger"])
+            self._gate.started = saved["started"]
+            self._stream_state = saved["stream"]
+            for g in saved["groups"]:
+                prompt = Prompt(g["prompt_id"], np.asarray(g["tokens"], np.int32), g["text"], g["answer"])
+                ids = tuple(g["sample_ids"])
+                self._groups[prompt.prompt_id] = _Group(prompt, ids)
+                self._unleased.append(self._lease(prompt, ids, self._version))
+
+
+def handle_over_stale(trajectory: Trajectory, version: int, bound: float, policy: str) -> Trajectory | None:
+    """The trajectory as it is to be trained on at `version`; None if it is dropped.
+
+    policy: 'train' leaves it as it is; 'drop' drops it if any token is older than `bound`; 'mask_tokens' takes the
+    tokens older than `bound` out of the loss.
+    """
+    if policy == "train" or version - trajectory.oldest_version() <= bound:
+        return trajectory
+    if policy == "drop":
+        return None
+    fresh = version - trajectory.policy_versions <= bound
+    return dataclasses.replace(trajectory, loss_mask=trajectory.loss_mask * fresh)

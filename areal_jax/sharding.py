@@ -1,0 +1,80 @@
+"""The device mesh and the rules from logical axis names to mesh axes.
+
+Every parameter and activation names its axes logically ("embed", "heads", ...); one table maps those names to the mesh
+axes `data`, `fsdp` and `tensor`. Changing how a model is laid out means changing this table and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from areal_jax.types import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str | None, str | tuple[str, ...] | None] = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "length": None,
+    # parameters
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "norm": None,
+    # an activation's feature axis stays whole: only the weights' `embed` axis is sharded over fsdp
+    "feature": None,
+    None: None,
+}
+
+Axes = tuple[str | None, ...]
+
+
+def make_mesh(shape: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes (data, fsdp, tensor).
+
+    shape: sizes by axis name; one of them may be -1: what the other two leave of the devices.
+    Raises UserError if the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [shape[axis] for axis in MESH_AXES]
+    known = int(np.prod([s for s in sizes if s != -1]))
+    if sizes.count(-1) > 1 or len(devices) % known or (-1 not in sizes and known != len(devices)):
+        asked = " x ".join(f"{axis} {shape[axis]}" for axis in MESH_AXES)
+        raise UserError(
+            f"mesh {asked} does not fit {len(devices)} device(s): the sizes must multiply to that number "
+            "(one of them may be -1, the rest)"
+        )
+    sizes = [len(devices) // known if s == -1 else s for s in sizes]
+    return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def spec(axes: Axes) -> PartitionSpec:
+    """The PartitionSpec of an array whose axes carry these logical names."""
+    return PartitionSpec(*(RULES[name] for name in axes))
+
+
+def named(mesh: Mesh, axes: Axes) -> NamedSharding:
+    return NamedSharding(mesh, spec(axes))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, axes: Axes) -> jax.Array:
+    """Pins an activation's layout under jit; no effect on a single device."""
+    if mesh is None or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, named(mesh, axes))
+
+
+def tree_shardings(mesh: Mesh, axes_tree: Any) -> Any:
+    """NamedShardings for a tree whose leaves are tuples of logical axis names."""
+    return jax.tree.map(lambda axes: named(mesh, axes), axes_tree, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,0 +1,355 @@
+"""The trainer role: builds its parts and owns the training loop."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from areal_jax import build, warm_start
+from areal_jax.compiles import CompileCounter
+from areal_jax.data import packing
+from areal_jax.data.prompts import RecordStream, fixed_prompts, make_prompt, open_source
+from areal_jax.metrics import Emit, MetricsFile, fan_out, replace_text, truncate_metrics
+from areal_jax.models.transformer import Model
+from areal_jax.recorder import Recorder
+from areal_jax.rl import diagnostics
+from areal_jax.rl.advantages import ADVANTAGES, whiten
+from areal_jax.rl.losses import LossConfig, uses_proximal
+from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
+from areal_jax.rollout.engine import Program, make_program
+from areal_jax.rollout.evaluation import EvaluationBoard
+from areal_jax.rollout.sampler import Grader, Sampler
+from areal_jax.trainer import train_step
+from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from areal_jax.transport.trajectories import MemoryLink, ZmqServer
+from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
+from areal_jax.types import PolicySnapshot, Prompt, TrainBatch, Trajectory, UserError
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
+    """Trains; returns the summary. In `colocated` the sampler works in this process, between training steps.
+
+    Raises UserError for what the user can put right.
+    """
+    # ---------------------------------------------------------------- parts
+    compiles = CompileCounter()
+    emit({"kind": "stage", "text": "preparing data and model"})
+    tokenizer = build.make_tokenizer(config)
+    model = build.make_model(config, "trainer", len(tokenizer))
+    grader = build.make_grader(config, tokenizer)
+    cache = build.cache_dir(config)
+    sources = {split: open_source(config.data.name, split, cache) for split in ("train", "validation", "test")}
+    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id, config.seed))
+    settings = _Settings(config)
+
+    # ---------------------------------------------------------------- warm start, or where the run stopped
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    optimizer = make_optimizer(settings.optimizer)
+    programs = train_step.compile_programs(
+        model, optimizer, settings.loss, config.rollout.temperature, settings.empty_batch()
+    )
+    version, books = 0, None
+    started_from = warm_start.WarmStart(None, 0.0, 0, cached=False)
+    warm_start_began = time.monotonic()
+    if checkpoints.versions():
+        version = checkpoints.versions()[-1]
+        emit({"kind": "stage", "text": f"resuming after step {version}"})
+        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), optimizer))
+        truncate_metrics(workdir, version)
+        started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
+    else:
+        replace_text(workdir / "metrics.jsonl", "")
+        if config.warm_start.enabled:
+            data = warm_start.Data(sources["train"], sources["validation"], tokenizer)
+            started_from = _warm_start(config, model, program, grader, data, emit)
+            state = train_step.init_state(started_from.params, optimizer)
+        else:
+            state = train_step.init_state(model.init_params(config.seed), optimizer)
+    seconds_warm_start = time.monotonic() - warm_start_began
+    metrics = MetricsFile(workdir)
+    emit = fan_out([metrics.write, emit])
+
+    # ---------------------------------------------------------------- the ring
+    held_out = fixed_prompts(
+        sources["test"], config.data.heldout_problems, tokenizer, config.rollout.max_prompt_length
+    )
+    temperatures = (config.evaluation.temperature, 0.0)
+    board = EvaluationBoard(held_out, temperatures, config.rollout.max_response_length)
+    stream = RecordStream(sources["train"], config.seed)
+    coordinator = Coordinator(settings.coordinator, _Prompts(config, stream, tokenizer, books), board, version)
+    if books is not None:
+        coordinator.restore(books["coordinator"])
+    channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights")
+    channel.publish(PolicySnapshot(version, state.params))
+    ring = _InProcess(coordinator, channel, program, grader, version) if colocated else _Served(config, workdir, coordinator)
+    recorder = Recorder(config, workdir, tokenizer, held_out, coordinator, emit)
+    due = range(0, config.trainer.steps, config.evaluation.every_steps or config.trainer.steps)
+    if books is None:
+        coordinator.evaluate(version)
+
+    # ---------------------------------------------------------------- THE loop
+    try:
+        emit({"kind": "stage", "text": f"RL: {config.trainer.steps} steps of {settings.coordinator.batch_samples} samples"})
+        ring.start()
+        compiles.warm()
+        recorder.begin()
+        while version < config.trainer.steps:
+            batch = ring.wait_for_batch(version)
+            recorder.batch_arrived()
+            stale = diagnostics.staleness_metrics(batch, version)
+            advantages = settings.advantages(batch, version)
+            rate = settings.learning_rate(version)
+            state, sums, efficiency = _train_on(settings, model, programs, state, batch, advantages, version, rate)
+            coordinator.trained(batch)
+            version += 1
+            channel.publish(PolicySnapshot(version, state.params))
+            coordinator.publish(version)
+            channel.retire(coordinator.needed_versions())
+            if version in due:
+                coordinator.evaluate(version)
+            recorder.step(version, batch, advantages, stale | sums | {
+                "optimizer/learning_rate": rate, "packing/efficiency": efficiency
+            })
+            if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
+                checkpoints.save(version, state, _books(coordinator, started_from))
+        recorder.end()
+        coordinator.evaluate(version)
+        emit({"kind": "stage", "text": "measuring the final policy"})
+        ring.wait_for_evaluations()
+        recorder.collect_evaluations()
+        checkpoints.save(version, state, _books(coordinator, started_from))
+    finally:
+        coordinator.stop()
+        ring.close()
+        metrics.close()
+
+    # ---------------------------------------------------------------- what is left for the person
+    return recorder.finish(started_from.skill_accuracy, seconds_warm_start, compiles.after_warmup)
+
+
+def _train_on(
+    settings: _Settings,
+    model: Model,
+    programs: train_step.Programs,
+    state: train_step.TrainState,
+    batch: Sequence[Trajectory],
+    advantages: np.ndarray,
+    version: int,
+    rate: float,
+) -> tuple[train_step.TrainState, dict[str, float], float]:
+    """One training step: the proximal forward over all minibatches, then one update for each.
+
+    Raises UserError when the loss or the gradient is not finite.
+    """
+    packed = settings.pack(batch, advantages, version)
+    placed = [train_step.place(b, model) for b in packed]
+    on_policy = len(placed) == 1 and all(t.oldest_version() == version for t in batch)
+    if uses_proximal(settings.loss) and not on_policy:
+        proximal = [programs.proximal(state.params, b) for b in placed]
+    else:
+        proximal = [b.behaviour_logprobs for b in placed]
+    version_scalar = train_step.scalar(version, np.int32, model)
+    rate_scalar = train_step.scalar(rate, np.float32, model)
+    parts: list[dict[str, float]] = []
+    for b, p in zip(placed, proximal, strict=True):
+        state, sums = programs.update(state, b, p, version_scalar, rate_scalar)
+        host = {k: float(v) for k, v in jax.device_get(sums).items()}
+        if not np.isfinite(host["loss"]) or not np.isfinite(host["max_grad_norm"]):
+            raise UserError(
+                f"step {version + 1}: the loss is {host['loss']} and the gradient norm {host['max_grad_norm']}; the "
+                "parameters are lost. Lower optimizer.learning_rate, or optimizer.max_grad_norm, and start from the "
+                "last checkpoint"
+            )
+        parts.append(host)
+    totals = diagnostics.combine_hosted(parts)
+    named = diagnostics.finalize(totals, settings.loss) | {
+        "optimizer/grad_norm": totals["max_grad_norm"],
+        "tokens/trained": totals["tokens"],
+    }
+    return state, named, packing.efficiency(packed)
+
+
+def _warm_start(
+    config: ml_collections.ConfigDict,
+    model: Model,
+    program: Program,
+    grader: Grader,
+    data: warm_start.Data,
+    emit: Emit,
+) -> warm_start.WarmStart:
+    options = config.warm_start.to_dict()
+    options.pop("enabled")
+    use_cache = options.pop("use_cache")
+    stages = warm_start.WarmStartConfig(
+        row_length=config.trainer.row_length,
+        max_prompt_length=config.rollout.max_prompt_length,
+        max_response_length=config.rollout.max_response_length,
+        **options,
+    )
+
+    def progress(stage: str, done: int, total: int, metrics: dict[str, float]) -> None:
+        emit({"kind": "progress", "stage": stage, "done": done, "total": total, **metrics})
+
+    def make() -> warm_start.WarmStart:
+        return warm_start.warm_start(stages, model, program, grader, data, progress)
+
+    emit({"kind": "stage", "text": "warm start: supervised stages"})
+    if not use_cache:
+        return make()
+    key = {"stages": options, "model": config.model.to_dict(), "data": config.data.name,
+           "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
+           "engine": [config.rollout.slots, config.seed]}
+    result = warm_start.cached_warm_start(key, build.cache_dir(config) / "warm_start", model, make)
+    if result.cached:
+        emit({"kind": "stage", "text": "warm start: taken from the cache"})
+    return result
+
+
+def _books(coordinator: Coordinator, started_from: warm_start.WarmStart) -> dict[str, Any]:
+    return {"coordinator": coordinator.save(), "skill_accuracy": started_from.skill_accuracy}
+
+
+class _Settings:
+    """The values that the loop needs, read once from the config."""
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        r, t = config.rollout, config.trainer
+        samples = t.batch_prompts * r.group_size
+        self.optimizer = OptimizerConfig(
+            config.optimizer.b1,
+            config.optimizer.b2,
+            config.optimizer.eps,
+            config.optimizer.weight_decay,
+            config.optimizer.max_grad_norm,
+        )
+        self.loss = LossConfig(**config.loss.to_dict())
+        self.coordinator = CoordinatorConfig(
+            r.group_size, samples, r.max_staleness, r.over_stale, r.queue_capacity,
+            r.lease_timeout_seconds, r.temperature, r.max_response_length,
+        )  # fmt: skip
+        self._packer = packing.PackingConfig(
+            t.row_length, t.micro_batch_rows, r.max_prompt_length + r.max_response_length
+        )
+        most = -(-(samples + r.group_size - 1) // t.minibatches)  # dropping can make a batch a ragged group longer
+        self._micro_batches = self._packer.max_micro_batches(most)
+        self._minibatches, self._seed = t.minibatches, config.seed
+        self._advantage, self._whiten = ADVANTAGES[config.advantage.name], config.advantage.whiten
+        self._shuffle = config.reward.shuffle
+        self._rate = (t.steps, config.optimizer.learning_rate, config.optimizer.final_learning_rate,
+                      config.optimizer.warmup_steps)  # fmt: skip
+
+    def learning_rate(self, version: int) -> float:
+        return learning_rate(version, *self._rate)
+
+    def advantages(self, batch: Sequence[Trajectory], version: int) -> np.ndarray:
+        """float32 [n]; with reward.shuffle the rewards are permuted over the batch first (the control experiment)."""
+        rewards = np.array([t.reward for t in batch], np.float32)
+        if self._shuffle:
+            rewards = np.random.default_rng([self._seed, version, 1]).permutation(rewards)
+        advantages = self._advantage(rewards, np.array([t.prompt_id for t in batch]))
+        if self._whiten:
+            advantages = whiten(advantages, np.array([t.loss_mask.sum() for t in batch]))
+        return advantages
+
+    def pack(self, batch: Sequence[Trajectory], advantages: np.ndarray, version: int) -> list[TrainBatch]:
+        """The minibatches: a seeded random split of the batch."""
+        order = np.random.default_rng([self._seed, version]).permutation(len(batch))
+        parts = np.array_split(order, self._minibatches)
+        return [
+            packing.pack([batch[i] for i in part], advantages[part], self._packer, self._micro_batches)
+            for part in parts
+        ]
+
+    def empty_batch(self) -> TrainBatch:
+        """A batch with the shapes of every batch of the run."""
+        return packing.pack([], np.zeros(0), self._packer, self._micro_batches)
+
+
+class _Prompts:
+    """The coordinator's source: prompts of the stream, numbered on."""
+
+    def __init__(
+        self, config: ml_collections.ConfigDict, stream: RecordStream, tokenizer: Any, books: dict[str, Any] | None
+    ):
+        self._stream, self._tokenizer = stream, tokenizer
+        self._max_length = config.rollout.max_prompt_length
+        self._next_id = 0
+        if books is not None and books["coordinator"]["stream"] is not None:
+            saved = books["coordinator"]["stream"]
+            self._next_id = saved["next_id"]
+            stream.set_state(saved["grain"])
+
+    def __call__(self) -> tuple[Prompt, dict[str, Any]]:
+        prompt = make_prompt(next(self._stream), self._next_id, self._tokenizer, self._max_length)
+        self._next_id += 1
+        return prompt, {"next_id": self._next_id, "grain": self._stream.get_state()}
+
+
+class _InProcess:
+    """The sampler in this process: it works while the trainer waits."""
+
+    def __init__(
+        self, coordinator: Coordinator, channel: WeightChannel, program: Program, grader: Grader, version: int
+    ):
+        self._coordinator, self._channel, self._program, self._version = coordinator, channel, program, version
+        self._sampler = Sampler("colocated", "1", program, channel, grader)
+
+    def start(self) -> None:
+        self._sampler.start(self._channel.load(self._version, self._program.model.abstract_params))
+        self._sampler.connect(MemoryLink(self._coordinator.exchange))
+
+    def wait_for_batch(self, version: int) -> list[Trajectory]:
+        while (batch := self._coordinator.take_batch(version, timeout=0.0)) is None:
+            worked, _ = self._sampler.turn()
+            if not worked and self._coordinator.occupancy() == 0:
+                raise RuntimeError(f"no samples to draw and no batch at version {version}: {self._coordinator.counts()}")
+        return batch
+
+    def wait_for_evaluations(self) -> None:
+        while self._coordinator.evaluations_pending():
+            self._sampler.turn()
+
+    def close(self) -> None:
+        pass
+
+
+class _Served:
+    """Samplers in other processes, behind a ZeroMQ server whose address lies in the workdir."""
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, coordinator: Coordinator):
+        self._coordinator = coordinator
+        self._address = f"tcp://{config.transport.host}:{config.transport.port}"
+        self._limits = build.limits(config)
+        self._endpoint = workdir / "endpoint.json"
+        self._server: ZmqServer | None = None
+
+    def start(self) -> None:
+        self._server = ZmqServer(self._coordinator.exchange, self._address, self._limits)
+        replace_text(self._endpoint, json.dumps({"address": self._server.address}))
+
+    def wait_for_batch(self, version: int) -> list[Trajectory]:
+        while (batch := self._coordinator.take_batch(version, timeout=0.5)) is None:
+            self._check()
+        return batch
+
+    def wait_for_evaluations(self) -> None:
+        while self._coordinator.evaluations_pending():
+            self._check()
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._endpoint.unlink(missing_ok=True)
+        if self._server is not None:
+            time.sleep(0.3)  # for samplers to hear that the run is over
+            self._server.close()
+
+    def _check(self) -> None:
+        assert self._server is not None
+        self._server.check()

@@ -1,0 +1,158 @@
+"""What samplers and the trainer say to each other, and its bounded encoding (msgpack).
+
+A sampler sends a Report and gets one Reply. Everything received is checked against the Limits before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from areal_jax.types import Lease, Prompt, Trajectory
+
+
+class ProtocolError(Exception):
+    """A message that is malformed or over a bound; it is refused whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds on what is received."""
+
+    max_message_bytes: int
+    max_sequence_length: int
+    """Tokens of a trajectory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerStats:
+    """Running totals of one sampler since its start (`step` intervals are differences of two reports)."""
+
+    generated_tokens: int = 0
+    """Training tokens; evaluation is not counted."""
+    decoded_slot_steps: int = 0
+    """Slots x decode steps of the training engine, useful or not."""
+    busy_seconds: float = 0.0
+    """Time spent filling, decoding, grading and swapping weights."""
+    wall_seconds: float = 0.0
+    swaps: int = 0
+    swap_seconds: float = 0.0
+    compiles_after_warmup: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """From a sampler: what it finished and what it wants."""
+
+    sampler: str
+    incarnation: str
+    """New with every start of the process, so that a restarted sampler's old leases are issued again."""
+    sequence: int
+    """Counts this incarnation's reports from 1; a report sent again keeps its number."""
+    version: int
+    """The policy version that the sampler holds."""
+    want: int
+    """Training samples that it could start."""
+    want_evaluation: int
+    """Evaluation samples that it could start."""
+    trajectories: tuple[Trajectory, ...]
+    stats: SamplerStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """To a sampler: acknowledges the report of the same sequence number, trajectories included."""
+
+    sequence: int
+    version: int
+    """The newest published policy version."""
+    leases: tuple[Lease, ...]
+    credits: int
+    """How many training trajectories the next report may carry (back-pressure; evaluation is exempt)."""
+    stop: bool
+
+
+def encode(message: Report | Reply) -> bytes:
+    return msgpack.packb(dataclasses.asdict(message), default=_encode_array)
+
+
+def decode_report(data: bytes, limits: Limits) -> Report:
+    """Raises ProtocolError."""
+    fields = _unpack(data, limits)
+    try:
+        fields["trajectories"] = tuple(_trajectory(t, limits) for t in fields["trajectories"])
+        fields["stats"] = SamplerStats(**fields["stats"])
+        report = Report(**fields)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ProtocolError(f"malformed report: {error}") from error
+    if not (0 < len(report.sampler) <= 128 and 0 < len(report.incarnation) <= 128 and min(report.want, report.want_evaluation) >= 0):
+        raise ProtocolError("malformed report: sampler, incarnation or want")
+    return report
+
+
+def decode_reply(data: bytes, limits: Limits) -> Reply:
+    """Raises ProtocolError."""
+    fields = _unpack(data, limits)
+    try:
+        fields["leases"] = tuple(_lease(x, limits) for x in fields["leases"])
+        return Reply(**fields)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ProtocolError(f"malformed reply: {error}") from error
+
+
+def _unpack(data: bytes, limits: Limits) -> dict[str, Any]:
+    if len(data) > limits.max_message_bytes:
+        raise ProtocolError(f"message of {len(data)} bytes; at most {limits.max_message_bytes} are accepted")
+    try:
+        fields = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack message: {error}") from error
+    if not isinstance(fields, dict):
+        raise ProtocolError("not a msgpack map")
+    return fields
+
+
+def _encode_array(value: Any) -> Any:
+    """Arrays travel as raw little-endian bytes; their dtype follows from the field."""
+    if isinstance(value, np.ndarray):
+        return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def _array(data: Any, dtype: str, limits: Limits) -> np.ndarray:
+    if not isinstance(data, bytes):
+        raise ProtocolError(f"an array arrived as {type(data).__name__}")
+    array = np.frombuffer(data, dtype)
+    if not 0 < len(array) <= limits.max_sequence_length:
+        raise ProtocolError(f"a sequence of {len(array)} tokens; expected 1 to {limits.max_sequence_length}")
+    return array
+
+
+def _trajectory(fields: dict[str, Any], limits: Limits) -> Trajectory:
+    for name, dtype in (
+        ("tokens", "<i4"),
+        ("behaviour_logprobs", "<f4"),
+        ("policy_versions", "<i4"),
+        ("loss_mask", "<f4"),
+    ):
+        fields[name] = _array(fields[name], dtype, limits)
+    trajectory = Trajectory(**fields)
+    sizes = {len(trajectory.tokens), len(trajectory.behaviour_logprobs), len(trajectory.policy_versions)}
+    if sizes != {len(trajectory.loss_mask)} or trajectory.finish_reason not in ("stop", "length"):
+        raise ProtocolError(f"sample {trajectory.sample_id}: arrays of different lengths, or an unknown finish reason")
+    if not np.isfinite(trajectory.behaviour_logprobs).all() or not np.isfinite(trajectory.reward):
+        raise ProtocolError(f"sample {trajectory.sample_id}: a log-prob or the reward is not finite")
+    return trajectory
+
+
+def _lease(fields: dict[str, Any], limits: Limits) -> Lease:
+    prompt = fields["prompt"]
+    prompt["tokens"] = _array(prompt["tokens"], "<i4", limits)
+    fields["prompt"] = Prompt(**prompt)
+    fields["sample_ids"] = tuple(fields["sample_ids"])
+    return Lease(**fields)

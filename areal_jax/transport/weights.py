@@ -1,0 +1,102 @@
+"""The weight channel: versioned parameters from the trainer to the samplers, in memory or through Orbax.
+
+A reader loads only versions that it was told of: the newest one (announced with the queue's replies after its commit)
+or a pinned one (an evaluation's). The publisher removes a version only below everything that a reader may still be
+loading, and moves it out of sight first, so that a half-removed step is never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import threading
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+
+from areal_jax.types import Params, PolicySnapshot
+
+
+class WeightChannel(Protocol):
+    """Both ends of the channel."""
+
+    def publish(self, snapshot: PolicySnapshot) -> None:
+        """Makes the parameters available under their version; returns once they are committed."""
+
+    def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
+        """The parameters of a version, laid out as `abstract_params` say. Raises KeyError if they are gone."""
+
+    def retire(self, keep: Iterable[int]) -> None:
+        """Removes the versions older than the newest but one and than everything in `keep`."""
+
+
+def retired_versions(available: Iterable[int], keep: Iterable[int]) -> list[int]:
+    """The versions that may go: older than the newest but one and than every one in `keep`."""
+    versions = sorted(available)
+    return [v for v in versions if v < min([*versions[-2:], *keep])]
+
+
+class MemoryChannel:
+    """Within one process. Parameters are copied, since the trainer donates its own to the next step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _snapshots
+        self._snapshots: dict[int, PolicySnapshot] = {}
+
+    def publish(self, snapshot: PolicySnapshot) -> None:
+        copied = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), snapshot.params)
+        with self._lock:
+            self._snapshots[snapshot.version] = PolicySnapshot(snapshot.version, copied)
+
+    def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
+        with self._lock:
+            found = self._snapshots[version]
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_params)
+        return PolicySnapshot(version, jax.device_put(found.params, shardings))
+
+    def retire(self, keep: Iterable[int]) -> None:
+        with self._lock:
+            for version in retired_versions(self._snapshots, keep):
+                del self._snapshots[version]
+
+
+class OrbaxChannel:
+    """Through a directory that both roles see: `<directory>/<version>/` per version, in OCDBT + Zarr3, uncompressed."""
+
+    TRASH = "trash"
+
+    def __init__(self, directory: pathlib.Path):
+        self._directory = directory.absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+        self._checkpointer = ocp.Checkpointer(handler)
+
+    def publish(self, snapshot: PolicySnapshot) -> None:
+        path = self._directory / str(snapshot.version)
+        self._checkpointer.save(path, args=ocp.args.PyTreeSave(snapshot.params), force=True)
+
+    def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
+        path = self._directory / str(version)
+        if not path.is_dir():
+            raise KeyError(f"policy version {version} is not in {self._directory}")
+        return PolicySnapshot(version, restore(self._checkpointer, path, abstract_params))
+
+    def retire(self, keep: Iterable[int]) -> None:
+        available = [int(p.name) for p in self._directory.iterdir() if p.name.isdigit()]
+        trash = self._directory / self.TRASH
+        trash.mkdir(exist_ok=True)
+        for version in retired_versions(available, keep):
+            moved = trash / str(version)
+            (self._directory / str(version)).rename(moved)
+            shutil.rmtree(moved)
+
+
+def restore(checkpointer: ocp.Checkpointer, path: pathlib.Path, abstract: Any) -> Any:
+    """Reads a tree saved by `checkpointer`, each array with the dtype and sharding of its place in `abstract`."""
+    args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args))
+
+
+CHANNELS = {"memory": MemoryChannel, "orbax": OrbaxChannel}

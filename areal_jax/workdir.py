@@ -1,0 +1,52 @@
+"""The run's directory: made, or taken up again if it holds the same run unfinished."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+import platform
+import time
+from typing import Any
+
+import ml_collections
+
+from areal_jax.config import flatten
+from areal_jax.metrics import replace_text
+from areal_jax.types import UserError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tensorflow-datasets", "grain")
+FREE = ("workdir", "launch.", "transport.")
+"""Keys that may differ when a run is taken up again: they say where and how it runs, not what it computes."""
+
+
+def choose(config: ml_collections.ConfigDict) -> pathlib.Path:
+    """`config.workdir`, or a new directory under runs/."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return pathlib.Path(config.workdir or f"runs/{config.preset}-{stamp}").expanduser().absolute()
+
+
+def prepare(workdir: pathlib.Path, config: ml_collections.ConfigDict, overrides: dict[str, Any]) -> None:
+    """Writes config.json into a new workdir; lets an unfinished run of the same config go on.
+
+    Raises UserError for a directory that holds a finished run, another run, or something else.
+    """
+    mine = json.loads(json.dumps(flatten(config)))
+    path = workdir / "config.json"
+    if path.exists():
+        theirs = json.loads(path.read_text())["config"]
+        for key in sorted(mine.keys() | theirs.keys()):
+            if not key.startswith(FREE) and mine.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{workdir} holds another run: config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here. "
+                    "Choose another config.workdir, or the same config to go on with that run"
+                )
+        if (workdir / "summary.json").exists():
+            raise UserError(f"{workdir} holds a finished run: choose another config.workdir, or delete it")
+        return
+    if workdir.exists() and any(workdir.iterdir()):
+        raise UserError(f"{workdir} is not empty and holds no run (no config.json): choose another config.workdir")
+    workdir.mkdir(parents=True, exist_ok=True)
+    versions = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES}
+    record = {"config": mine, "overrides": overrides, "versions": versions}
+    replace_text(path, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,125 @@
+"""Every configuration key, with its unit and range. Presets (configs/math.py) change values, never add keys.
+
+`areal_jax/config.py` enforces the ranges and the conditions between keys at start-up.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The defaults: the embedded arithmetic task at the size of a laptop."""
+    c = ml_collections.ConfigDict()
+    c.preset = "tiny"  # name of the preset that made this config; set by configs/math.py
+    c.workdir = ""  # where the run's files go; '' makes runs/<preset>-<time>
+    c.seed = 0  # int >= 0: initialisation, order of problems, sampling
+
+    c.model = ml_collections.ConfigDict()
+    c.model.layers = 2  # >= 1
+    c.model.d_model = 128  # features, >= 1
+    c.model.heads = 8  # query heads, a multiple of kv_heads
+    c.model.kv_heads = 8  # key and value heads, >= 1
+    c.model.head_dim = 16  # features per head, even
+    c.model.d_ff = 256  # features of the feed-forward, >= 1
+    c.model.rope_base = 1000.0  # base of the rotary frequencies, > 1
+    c.model.norm_eps = 1e-6  # > 0
+    c.model.qkv_bias = False
+    c.model.qk_norm = False
+    c.model.tied_embeddings = False
+    c.model.logit_soft_cap = 0.0  # >= 0; 0 is off
+    c.model.compute_dtype = "auto"  # auto | float32 | bfloat16; auto is float32 on a CPU, bfloat16 elsewhere
+
+    c.data = ml_collections.ConfigDict()
+    c.data.name = "arithmetic"  # a name in areal_jax.data.prompts.DATASETS
+    c.data.cache_dir = ""  # for generated data and warm starts; '' is ~/.cache/areal_jax
+    c.data.heldout_problems = 600  # problems of the test split that evaluations use, >= 1
+
+    c.warm_start = ml_collections.ConfigDict()  # the supervised stages before RL
+    c.warm_start.enabled = True
+    c.warm_start.seed = 0  # int >= 0: initialisation and data order of the warm start
+    c.warm_start.use_cache = True  # take and keep the result by the hash of all that determines it
+    c.warm_start.rows = 16  # packed rows of trainer.row_length per update, >= 1
+    c.warm_start.skill_accuracy = 0.85  # stop the skill stage at this sampled accuracy on validation, in (0, 1]
+    c.warm_start.skill_updates = 800  # or after this many updates, >= 0
+    c.warm_start.skill_learning_rate = 2e-3  # > 0
+    c.warm_start.check_every = 25  # updates between two measurements on validation, >= 1
+    c.warm_start.validation_problems = 400  # >= 1
+    c.warm_start.habit_updates = 80  # of the habit stage (mostly direct answers), >= 0; 0 leaves the skill in the open
+    c.warm_start.habit_direct_fraction = 0.8  # of its examples, in [0, 1]
+    c.warm_start.habit_learning_rate = 1e-3  # at its start, > 0
+    c.warm_start.habit_learning_rate_final = 1e-4  # at its end, > 0
+
+    c.rollout = ml_collections.ConfigDict()
+    c.rollout.max_staleness = 4.0  # policy versions, >= 0; 0 is synchronous RL, inf unbounded (AReaL's eta)
+    c.rollout.over_stale = "train"  # train | drop | mask_tokens: tokens over the bound when they are consumed
+    c.rollout.group_size = 8  # samples per prompt, >= 1
+    c.rollout.temperature = 1.0  # of training samples, > 0
+    c.rollout.max_prompt_length = 16  # tokens, >= 1
+    c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
+    c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
+    c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
+    c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change
+    c.rollout.environment = "single_turn"  # a name in areal_jax.environments.single_turn.ENVIRONMENTS
+    c.rollout.queue_capacity = 1024  # samples in complete groups; >= one batch. When full, samplers wait
+    c.rollout.lease_timeout_seconds = 60.0  # silence after which a sampler's samples are issued again, > 0
+
+    c.reward = ml_collections.ConfigDict()
+    c.reward.name = "exact_answer"  # a name in areal_jax.rewards.math.REWARDS
+    c.reward.shuffle = False  # control experiment: permute the rewards of each batch, so that they carry no signal
+
+    c.advantage = ml_collections.ConfigDict()
+    c.advantage.name = "group_norm"  # group_norm | dr_grpo | rloo | batch_norm
+    c.advantage.whiten = False  # normalise the advantages over the batch afterwards
+
+    c.loss = ml_collections.ConfigDict()
+    c.loss.name = "decoupled_ppo"  # ppo | decoupled_ppo | staleness_ppo
+    c.loss.clip_low = 0.2  # in (0, 1)
+    c.loss.clip_high = 0.2  # > 0
+    c.loss.importance_weight = "clamp"  # clamp | none: the weight exp(proximal - behaviour) of decoupled objectives
+    c.loss.importance_cap = 5.0  # > 0
+    c.loss.staleness_base = "decoupled_ppo"  # ppo | decoupled_ppo: what staleness_ppo narrows the clip range of
+    c.loss.staleness_decay = 0.95  # per version, in (0, 1]
+    c.loss.staleness_floor = 0.1  # in (0, 1]
+    c.loss.entropy_coefficient = 0.0  # >= 0
+
+    c.trainer = ml_collections.ConfigDict()
+    c.trainer.steps = 60  # training steps = policy versions, >= 1
+    c.trainer.batch_prompts = 32  # prompts per training step; times rollout.group_size samples
+    c.trainer.minibatches = 2  # optimiser updates per training step; divides the samples
+    c.trainer.row_length = 128  # tokens of a packed row, >= prompt + response
+    c.trainer.micro_batch_rows = 16  # rows per micro-batch, a multiple of mesh.trainer data x fsdp
+
+    c.optimizer = ml_collections.ConfigDict()
+    c.optimizer.learning_rate = 1e-4  # > 0
+    c.optimizer.final_learning_rate = 1e-4  # at the last step (half cosine), >= 0
+    c.optimizer.warmup_steps = 0  # steps of linear warm-up, >= 0
+    c.optimizer.b1 = 0.9  # in [0, 1)
+    c.optimizer.b2 = 0.99  # in [0, 1)
+    c.optimizer.eps = 1e-8  # > 0
+    c.optimizer.weight_decay = 0.0  # >= 0, on matrices
+    c.optimizer.max_grad_norm = 1.0  # global norm, > 0
+
+    c.mesh = ml_collections.ConfigDict()  # sizes of the mesh axes; one may be -1: the rest of the devices
+    c.mesh.trainer = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
+    c.mesh.sampler = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
+
+    c.evaluation = ml_collections.ConfigDict()
+    c.evaluation.every_steps = 5  # training steps between evaluations, >= 0; 0: only before and after
+    c.evaluation.temperature = 1.0  # of the sampled accuracy, > 0; greedy accuracy is always measured too
+
+    c.checkpoint = ml_collections.ConfigDict()
+    c.checkpoint.every_steps = 20  # >= 0; 0: only at the end
+
+    c.transport = ml_collections.ConfigDict()
+    c.transport.host = "127.0.0.1"  # interface that the trainer listens on
+    c.transport.port = 0  # 0 to 65535; 0 takes a free one
+    c.transport.address = ""  # samplers: tcp://host:port of the trainer; '' reads it from <workdir>/endpoint.json
+    c.transport.max_message_bytes = 64 << 20  # of one report or reply, >= 1024
+
+    c.launch = ml_collections.ConfigDict()
+    c.launch.kind = "auto"  # auto | colocated | local
+    c.launch.samplers = 1  # sampler processes of `local`, >= 1
+    c.launch.trainer_devices = ""  # accelerators of the trainer, e.g. '0,1'; '' is half of them
+    c.launch.sampler_devices = ""  # accelerators of the samplers, shared out evenly; '' is the others
+    c.launch.pin_cores = True  # on a CPU: give each process cores of its own
+    c.launch.max_restarts = 3  # of one sampler killed by a signal, >= 0
+    return c
