@@ -35,21 +35,17 @@ def make_model(config: ml_collections.ConfigDict, role: str, vocab_size: int) ->
     options = config.model.to_dict()
     if options["compute_dtype"] == "auto":
         options["compute_dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    for axis, size in (("data x fsdp", mesh.shape["data"] * mesh.shape["fsdp"]),):
-        if config.trainer.micro_batch_rows % size and role == "trainer":
-            raise UserError(
-                f"trainer.micro_batch_rows is {config.trainer.micro_batch_rows} and the trainer's mesh has {axis} = "
-                f"{size}: make it a multiple"
-            )
-        if config.rollout.slots % size and role == "sampler":
-            raise UserError(
-                f"rollout.slots is {config.rollout.slots} and the sampler's mesh has {axis} = {size}: "
-                "make it a multiple"
-            )
+    key, rows = {
+        "trainer": ("trainer.micro_batch_rows", config.trainer.micro_batch_rows),
+        "sampler": ("rollout.slots", config.rollout.slots),
+    }[role]
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % shards:
+        raise UserError(f"{key} is {rows} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple")
     return build_model(TransformerConfig(vocab_size=vocab_size, **options), mesh)
 
 
-def engine_config(config: ml_collections.ConfigDict, eos_id: int, seed: int) -> EngineConfig:
+def engine_config(config: ml_collections.ConfigDict, eos_id: int) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
     and for the prompt's length, half and all of the longest sequence."""
     r = config.rollout
@@ -64,7 +60,6 @@ def engine_config(config: ml_collections.ConfigDict, eos_id: int, seed: int) -> 
         row_ladder=tuple(rows),
         length_ladder=tuple(lengths),
         eos_ids=(eos_id,),
-        seed=seed,
         kv_on_update=r.kv_on_update,
     )
 

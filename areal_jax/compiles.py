@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import jax
 
@@ -25,10 +24,10 @@ class CompileCounter:
         """Warm-up is over."""
         self._warm = True
 
-    def _listen(self, event: str, seconds: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event != COMPILE_EVENT:
             return
         self.total += 1
         if self._warm:
             self.after_warmup += 1
-            log.warning("compiled after warm-up (%.2f s): %s", seconds, details.get("fun_name", "a function"))
+            log.warning("compiled after warm-up (%.2f s): %s", duration_secs, details.get("fun_name", "a function"))

@@ -43,7 +43,7 @@ CHECKS: dict[str, Check] = {
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
     "data.name": _one_of("arithmetic"),
     "data.heldout_problems": _at_least(1),
-    "warm_start.seed": _at_least(0),
+    "warm_start.seed": _at_least(-1),
     "warm_start.rows": _at_least(1),
     "warm_start.skill_accuracy": UP_TO_ONE,
     "warm_start.skill_updates": _at_least(0),
@@ -89,6 +89,7 @@ CHECKS: dict[str, Check] = {
     "optimizer.weight_decay": _at_least(0),
     "optimizer.max_grad_norm": POSITIVE,
     "evaluation.every_steps": _at_least(0),
+    "evaluation.split": _one_of("test", "validation"),
     "evaluation.temperature": POSITIVE,
     "checkpoint.every_steps": _at_least(0),
     "transport.port": _between(0, 65535),
@@ -105,7 +106,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     flat = flatten(config)
     for key, (holds, expected) in CHECKS.items():
         value = flat[key]
-        if isinstance(value, float) and math.isnan(value) or not holds(value):
+        if (isinstance(value, float) and math.isnan(value)) or not holds(value):
             raise UserError(f"config.{key} is {value!r}: {expected}")
     model, rollout, trainer = config.model, config.rollout, config.trainer
     samples = trainer.batch_prompts * rollout.group_size
@@ -117,8 +118,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
     )
     _require(
         longest <= trainer.row_length,
-        f"rollout.max_prompt_length {rollout.max_prompt_length} + max_response_length {rollout.max_response_length} = "
-        f"{longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten the others",
+        f"rollout.max_prompt_length {rollout.max_prompt_length} + max_response_length {rollout.max_response_length} "
+        f"= {longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten them",
     )
     _require(
         samples % trainer.minibatches == 0,

@@ -29,9 +29,10 @@ def answer(
     grader: Grader,
     temperature: float,
     max_new_tokens: int,
+    seed: int,
 ) -> list[Trajectory]:
     """One graded sample per prompt, drawn in this process, in the prompts' order."""
-    engine = Engine(program, snapshot)
+    engine = Engine(program, snapshot, seed)
     engine.submit([Request(i, p.tokens, max_new_tokens, temperature) for i, p in enumerate(prompts)])
     done: dict[int, Trajectory] = {}
     while engine.unfinished:

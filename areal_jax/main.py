@@ -24,7 +24,9 @@ from areal_jax.metrics import Record  # noqa: E402
 from areal_jax.terminal import make_view  # noqa: E402
 from areal_jax.types import UserError  # noqa: E402
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config, with an optional :preset.", lock_config=True)
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Path of a config, with an optional :preset.", lock_config=True
+)
 ROLE = flags.DEFINE_enum(
     "role", "", ["", "trainer", "sampler"], "'' runs everything; a role runs that part alone, for launching by hand."
 )
@@ -45,7 +47,10 @@ def main(argv: list[str]) -> int:
         logging.getLogger("absl").setLevel(logging.WARNING)
         return _run(config, workdir, argv[1:], supervised)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command with the same --config.workdir goes on from the last checkpoint", file=sys.stderr)
+        print(
+            "\ninterrupted; the same command with the same --config.workdir goes on from its last checkpoint",
+            file=sys.stderr,
+        )
         return 130
     except Exception as error:  # top of the process
         traceback_text = traceback.format_exc()

@@ -171,8 +171,8 @@ class Recorder:
             )
         if self._empty == PRESSED_STEPS:
             text = (
-                f"the trainer has waited for samples most of the time for {PRESSED_STEPS} steps. Raise launch.samplers, "
-                "rollout.slots or rollout.max_staleness"
+                f"the trainer has waited for samples most of the time for {PRESSED_STEPS} steps. Raise "
+                "launch.samplers, rollout.slots or rollout.max_staleness"
             )
         if text:
             self._emit({"kind": "warning", "text": text})

@@ -25,11 +25,20 @@ def plot_learning_curve(path: pathlib.Path, records: Sequence[Record], reference
     evaluations = [r for r in records if r["kind"] == "evaluation"]
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(7.5, 8), sharex=True, layout="constrained")
     times = [r["seconds"] for r in evaluations]
-    for name, label, style in (("sampled", "held-out, temperature 1 (± 1 s.e.)", "o-"), ("greedy", "held-out, greedy", "s--")):
+    for name, label, style in (
+        ("sampled", "held-out, temperature 1 (± 1 s.e.)", "o-"),
+        ("greedy", "held-out, greedy", "s--"),
+    ):
         values = [r[f"heldout/{name}_accuracy"] for r in evaluations]
         errors = [r[f"heldout/{name}_standard_error"] for r in evaluations]
         top.errorbar(times, values, yerr=errors, fmt=style, markersize=4, capsize=2, label=label)
-    top.plot([r["seconds"] for r in steps], [r["reward/mean"] for r in steps], color="0.7", label="reward of the batch", zorder=0)
+    top.plot(
+        [r["seconds"] for r in steps],
+        [r["reward/mean"] for r in steps],
+        color="0.7",
+        label="reward of the batch",
+        zorder=0,
+    )
     if reference is not None:
         top.axhline(reference, color="tab:green", linestyle=":", label="skill taught by the warm start (validation)")
     top.set(ylabel="accuracy", ylim=(0, 1))

@@ -6,7 +6,6 @@ import json
 import logging
 import pathlib
 import time
-import uuid
 
 import ml_collections
 
@@ -29,13 +28,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
     compiles = CompileCounter()
     tokenizer = build.make_tokenizer(config)
     model = build.make_model(config, "sampler", len(tokenizer))
-    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id, config.seed))
+    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
     grader = build.make_grader(config, tokenizer)
     channel = OrbaxChannel(workdir / "weights")
 
     # ---------------------------------------------------------------- warm up while the trainer does
     unpublished = PolicySnapshot(-1, model.init_params(0))
-    sampler = Sampler(f"sampler-{index}", uuid.uuid4().hex, program, channel, grader)
+    sampler = Sampler(f"sampler-{index}", program, channel, grader, config.seed)
     sampler.start(unpublished)
     log.info("compiled; waiting for the trainer")
     link = ZmqLink(_address(config, workdir), build.limits(config))

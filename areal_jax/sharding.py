@@ -6,8 +6,6 @@ axes `data`, `fsdp` and `tensor`. Changing how a model is laid out means changin
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -16,9 +14,10 @@ from areal_jax.types import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    # activations
-    "batch": ("data", "fsdp"),
+BATCH_AXES = ("data", "fsdp")
+
+RULES: dict[str | None, str | None] = {
+    # activations; "batch" goes over BATCH_AXES
     "length": None,
     # parameters
     "embed": "fsdp",
@@ -57,7 +56,7 @@ def make_mesh(shape: dict[str, int], devices: list[jax.Device] | None = None) ->
 
 def spec(axes: Axes) -> PartitionSpec:
     """The PartitionSpec of an array whose axes carry these logical names."""
-    return PartitionSpec(*(RULES[name] for name in axes))
+    return PartitionSpec(*(BATCH_AXES if name == "batch" else RULES[name] for name in axes))
 
 
 def named(mesh: Mesh, axes: Axes) -> NamedSharding:
@@ -75,6 +74,8 @@ def constrain(x: jax.Array, mesh: Mesh | None, axes: Axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, named(mesh, axes))
 
 
-def tree_shardings(mesh: Mesh, axes_tree: Any) -> Any:
-    """NamedShardings for a tree whose leaves are tuples of logical axis names."""
-    return jax.tree.map(lambda axes: named(mesh, axes), axes_tree, is_leaf=lambda x: isinstance(x, tuple))
+def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], axes: Axes) -> NamedSharding:
+    """The layout of a parameter; a dimension that its mesh axis does not divide (an odd vocabulary) stays whole."""
+    rules = [RULES[name] for name in axes]
+    divides = [r is None or n % mesh.shape[r] == 0 for n, r in zip(shape, rules, strict=True)]
+    return NamedSharding(mesh, PartitionSpec(*(r if ok else None for r, ok in zip(rules, divides, strict=True))))

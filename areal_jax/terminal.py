@@ -89,7 +89,8 @@ def describe(r: Record) -> str:
         return (
             f"step {r['version']}/{r['steps']}  reward {r['reward/mean']:.3f}  length {r['length/mean']:.1f}  "
             f"staleness {r['staleness/token_mean']:.2f} (max {r['staleness/token_max']:.0f})  "
-            f"queue {r['queue/occupancy']}/{r['queue/capacity']}  {r['throughput/trained_tokens_per_second']:,.0f} tok/s  "
+            f"queue {r['queue/occupancy']}/{r['queue/capacity']}  "
+            f"{r['throughput/trained_tokens_per_second']:,.0f} tok/s  "
             f"busy {r['busy/trainer']:.0%}/{r['busy/sampler']:.0%}  left {_clock(r['seconds_left'])}"
         )
     if kind == "evaluation":

@@ -33,6 +33,7 @@ from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
 from areal_jax.types import PolicySnapshot, Prompt, TrainBatch, Trajectory, UserError
 
+
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
     """Trains; returns the summary. In `colocated` the sampler works in this process, between training steps.
 
@@ -45,8 +46,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     model = build.make_model(config, "trainer", len(tokenizer))
     grader = build.make_grader(config, tokenizer)
     cache = build.cache_dir(config)
-    sources = {split: open_source(config.data.name, split, cache) for split in ("train", "validation", "test")}
-    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id, config.seed))
+    sources = {
+        split: open_source(config.data.name, split, cache) for split in {"train", "validation", config.evaluation.split}
+    }
+    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
     settings = _Settings(config)
 
     # ---------------------------------------------------------------- warm start, or where the run stopped
@@ -78,7 +81,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
 
     # ---------------------------------------------------------------- the ring
     held_out = fixed_prompts(
-        sources["test"], config.data.heldout_problems, tokenizer, config.rollout.max_prompt_length
+        sources[config.evaluation.split], config.data.heldout_problems, tokenizer, config.rollout.max_prompt_length
     )
     temperatures = (config.evaluation.temperature, 0.0)
     board = EvaluationBoard(held_out, temperatures, config.rollout.max_response_length)
@@ -86,9 +89,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     coordinator = Coordinator(settings.coordinator, _Prompts(config, stream, tokenizer, books), board, version)
     if books is not None:
         coordinator.restore(books["coordinator"])
-    channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights")
+    channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
     channel.publish(PolicySnapshot(version, state.params))
-    ring = _InProcess(coordinator, channel, program, grader, version) if colocated else _Served(config, workdir, coordinator)
+    ring: _InProcess | _Served
+    if colocated:
+        sampler = Sampler("colocated", program, channel, grader, config.seed)
+        ring = _InProcess(coordinator, channel, program, sampler)
+    else:
+        ring = _Served(config, workdir, coordinator)
     recorder = Recorder(config, workdir, tokenizer, held_out, coordinator, emit)
     due = range(0, config.trainer.steps, config.evaluation.every_steps or config.trainer.steps)
     if books is None:
@@ -96,7 +104,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
 
     # ---------------------------------------------------------------- THE loop
     try:
-        emit({"kind": "stage", "text": f"RL: {config.trainer.steps} steps of {settings.coordinator.batch_samples} samples"})
+        samples = settings.coordinator.batch_samples
+        emit({"kind": "stage", "text": f"RL: {config.trainer.steps} steps of {samples} samples"})
         ring.start()
         compiles.warm()
         recorder.begin()
@@ -114,9 +123,12 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             channel.retire(coordinator.needed_versions())
             if version in due:
                 coordinator.evaluate(version)
-            recorder.step(version, batch, advantages, stale | sums | {
-                "optimizer/learning_rate": rate, "packing/efficiency": efficiency
-            })
+            recorder.step(
+                version,
+                batch,
+                advantages,
+                stale | sums | {"optimizer/learning_rate": rate, "packing/efficiency": efficiency},
+            )
             if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
                 checkpoints.save(version, state, _books(coordinator, started_from))
         recorder.end()
@@ -186,6 +198,8 @@ def _warm_start(
 ) -> warm_start.WarmStart:
     options = config.warm_start.to_dict()
     options.pop("enabled")
+    if options["seed"] == -1:
+        options["seed"] = config.seed
     use_cache = options.pop("use_cache")
     stages = warm_start.WarmStartConfig(
         row_length=config.trainer.row_length,
@@ -203,9 +217,13 @@ def _warm_start(
     emit({"kind": "stage", "text": "warm start: supervised stages"})
     if not use_cache:
         return make()
-    key = {"stages": options, "model": config.model.to_dict(), "data": config.data.name,
-           "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
-           "engine": [config.rollout.slots, config.seed]}
+    key = {
+        "stages": options,
+        "model": config.model.to_dict(),
+        "data": config.data.name,
+        "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
+        "slots": config.rollout.slots,
+    }
     result = warm_start.cached_warm_start(key, build.cache_dir(config) / "warm_start", model, make)
     if result.cached:
         emit({"kind": "stage", "text": "warm start: taken from the cache"})
@@ -295,21 +313,20 @@ class _Prompts:
 class _InProcess:
     """The sampler in this process: it works while the trainer waits."""
 
-    def __init__(
-        self, coordinator: Coordinator, channel: WeightChannel, program: Program, grader: Grader, version: int
-    ):
-        self._coordinator, self._channel, self._program, self._version = coordinator, channel, program, version
-        self._sampler = Sampler("colocated", "1", program, channel, grader)
+    def __init__(self, coordinator: Coordinator, channel: WeightChannel, program: Program, sampler: Sampler):
+        self._coordinator, self._channel, self._program, self._sampler = coordinator, channel, program, sampler
 
     def start(self) -> None:
-        self._sampler.start(self._channel.load(self._version, self._program.model.abstract_params))
+        self._sampler.start(self._channel.load(self._coordinator.version, self._program.model.abstract_params))
         self._sampler.connect(MemoryLink(self._coordinator.exchange))
 
     def wait_for_batch(self, version: int) -> list[Trajectory]:
         while (batch := self._coordinator.take_batch(version, timeout=0.0)) is None:
             worked, _ = self._sampler.turn()
             if not worked and self._coordinator.occupancy() == 0:
-                raise RuntimeError(f"no samples to draw and no batch at version {version}: {self._coordinator.counts()}")
+                raise RuntimeError(
+                    f"no samples to draw and no batch at version {version}: {self._coordinator.counts()}"
+                )
         return batch
 
     def wait_for_evaluations(self) -> None:

@@ -104,7 +104,7 @@ def warm_start(
 
     def measure(state: train_step.TrainState) -> float:
         snapshot = PolicySnapshot(0, state.params)
-        samples = evaluate.answer(program, snapshot, validation, grader, 1.0, config.max_response_length)
+        samples = evaluate.answer(program, snapshot, validation, grader, 1.0, config.max_response_length, config.seed)
         return evaluate.accuracy(samples)[0]
 
     state = train_step.init_state(params, optimizer)

@@ -38,8 +38,8 @@ def prepare(workdir: pathlib.Path, config: ml_collections.ConfigDict, overrides:
         for key in sorted(mine.keys() | theirs.keys()):
             if not key.startswith(FREE) and mine.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{workdir} holds another run: config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here. "
-                    "Choose another config.workdir, or the same config to go on with that run"
+                    f"{workdir} holds another run: config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} "
+                    "here. Choose another config.workdir, or the same config to go on with that run"
                 )
         if (workdir / "summary.json").exists():
             raise UserError(f"{workdir} holds a finished run: choose another config.workdir, or delete it")

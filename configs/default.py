@@ -31,11 +31,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.data = ml_collections.ConfigDict()
     c.data.name = "arithmetic"  # a name in areal_jax.data.prompts.DATASETS
     c.data.cache_dir = ""  # for generated data and warm starts; '' is ~/.cache/areal_jax
-    c.data.heldout_problems = 600  # problems of the test split that evaluations use, >= 1
+    c.data.heldout_problems = 600  # problems that evaluations use, >= 1
 
     c.warm_start = ml_collections.ConfigDict()  # the supervised stages before RL
     c.warm_start.enabled = True
-    c.warm_start.seed = 0  # int >= 0: initialisation and data order of the warm start
+    c.warm_start.seed = -1  # int >= 0: its initialisation and data order; -1 takes config.seed
     c.warm_start.use_cache = True  # take and keep the result by the hash of all that determines it
     c.warm_start.rows = 16  # packed rows of trainer.row_length per update, >= 1
     c.warm_start.skill_accuracy = 0.85  # stop the skill stage at this sampled accuracy on validation, in (0, 1]
@@ -59,7 +59,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
     c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change
     c.rollout.environment = "single_turn"  # a name in areal_jax.environments.single_turn.ENVIRONMENTS
-    c.rollout.queue_capacity = 1024  # samples in complete groups; >= one batch. When full, samplers wait
+    c.rollout.queue_capacity = 2048  # samples in complete groups; >= one batch. When full, samplers wait
     c.rollout.lease_timeout_seconds = 60.0  # silence after which a sampler's samples are issued again, > 0
 
     c.reward = ml_collections.ConfigDict()
@@ -104,6 +104,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.evaluation = ml_collections.ConfigDict()
     c.evaluation.every_steps = 5  # training steps between evaluations, >= 0; 0: only before and after
+    c.evaluation.split = "test"  # test | validation: choose settings on validation, report test
     c.evaluation.temperature = 1.0  # of the sampled accuracy, > 0; greedy accuracy is always measured too
 
     c.checkpoint = ml_collections.ConfigDict()

@@ -83,8 +83,16 @@ def pack(
             spread_advantages[r, span] = advantages[index] * t.loss_mask
             start = span.stop
     stacked = (micro_batches, config.rows, config.row_length)
-    arrays = (tokens, segment_ids, positions, loss_mask, behaviour, versions, spread_advantages)
-    return TrainBatch(*(x.reshape(stacked) for x in arrays), micro_batches=np.int32(used))
+    return TrainBatch(
+        tokens=tokens.reshape(stacked),
+        segment_ids=segment_ids.reshape(stacked),
+        positions=positions.reshape(stacked),
+        loss_mask=loss_mask.reshape(stacked),
+        behaviour_logprobs=behaviour.reshape(stacked),
+        policy_versions=versions.reshape(stacked),
+        advantages=spread_advantages.reshape(stacked),
+        micro_batches=np.int32(used),
+    )
 
 
 def efficiency(batches: Sequence[TrainBatch]) -> float:

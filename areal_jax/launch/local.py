@@ -47,15 +47,15 @@ def placements(config: ml_collections.ConfigDict, devices: int, cores: Sequence[
         if not config.launch.pin_cores or len(cores) <= samplers:
             return [{} for _ in range(1 + samplers)]
         split = len(cores) - samplers
-        groups = [cores[:split], *([c] for c in cores[split:])]
+        groups: list[Sequence[int]] = [cores[:split], *([c] for c in cores[split:])]
         return [{CORES: ",".join(map(str, group))} for group in groups]
     everything = [str(i) for i in range(devices)]
     trainer = [d for d in config.launch.trainer_devices.split(",") if d] or everything[: max(1, devices // 2)]
     others = [d for d in config.launch.sampler_devices.split(",") if d] or [d for d in everything if d not in trainer]
     if set(trainer) & set(others) or not set(trainer) | set(others) <= set(everything):
         raise UserError(
-            f"launch.trainer_devices {','.join(trainer)} and launch.sampler_devices {','.join(others)} must be disjoint "
-            f"and among the {devices} devices 0 to {devices - 1}"
+            f"launch.trainer_devices {','.join(trainer)} and launch.sampler_devices {','.join(others)} must be "
+            f"disjoint and among the {devices} devices 0 to {devices - 1}"
         )
     if not others or len(others) % samplers:
         raise UserError(
@@ -63,8 +63,8 @@ def placements(config: ml_collections.ConfigDict, devices: int, cores: Sequence[
             "use launch.kind=colocated"
         )
     share = len(others) // samplers
-    groups = [trainer, *(others[i * share : (i + 1) * share] for i in range(samplers))]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(g), "TPU_VISIBLE_DEVICES": ",".join(g)} for g in groups]
+    shares = [trainer, *(others[i * share : (i + 1) * share] for i in range(samplers))]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(g), "TPU_VISIBLE_DEVICES": ",".join(g)} for g in shares]
 
 
 def run(

@@ -1,8 +1,9 @@
 """One decoder-only transformer with the options that the common families need.
 
 RMSNorm (arXiv 1910.07467), rotary positions in the half-split layout (2104.09864), grouped-query attention
-(2305.13245), SwiGLU (2002.05202), optional QKV bias, QK norm, tied embeddings and logit soft cap. Three ways through the
-same weights: the packed full forward (training), prefill (keys and values of a prompt) and decode (one token per slot).
+(2305.13245), SwiGLU (2002.05202), optional QKV bias, QK norm, tied embeddings and logit soft cap. Three ways through
+the same weights: the packed full forward (training), prefill (keys and values of a prompt) and decode (one token per
+slot).
 """
 
 from __future__ import annotations
@@ -265,8 +266,8 @@ def build_model(config: TransformerConfig, mesh: Mesh) -> Model:
         )
     )
     abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        lambda x, a: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.parameter_sharding(mesh, x.shape, a)),
         nnx.to_pure_dict(state),
-        sharding.tree_shardings(mesh, axes),
+        axes,
     )
     return Model(config, mesh, graphdef, abstract, axes)

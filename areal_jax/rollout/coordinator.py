@@ -265,6 +265,12 @@ class Coordinator:
         with self._changed:
             return {name: m.stats for name, m in self._members.items()}
 
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+        with self._changed:
+            return self._version
+
     # --- checkpoints ---
 
     def save(self) -> dict[str, Any]:

@@ -39,7 +39,6 @@ class EngineConfig:
     length_ladder: tuple[int, ...]
     """Sequence lengths that one refill is compiled for, ascending; the last is max_length."""
     eos_ids: tuple[int, ...]
-    seed: int
     kv_on_update: str
     """On a weight swap, 'recompute' live keys and values (AReaL) or 'keep' them (PipelineRL, arXiv 2509.19128)."""
 
@@ -67,7 +66,7 @@ class Completion:
 
 
 class SlotState(NamedTuple):
-    """Device buffers, one row per slot. `lengths` counts the tokens present; the last of them is not yet in the cache."""
+    """Device buffers, one row per slot. `lengths` counts the tokens present; the last is not yet in the cache."""
 
     cache: KVCache
     tokens: Any  # int32 [S, T]
@@ -78,6 +77,7 @@ class SlotState(NamedTuple):
     sample_ids: Any  # uint32 [S]
     temperatures: Any  # float32 [S]
     active: Any  # bool [S]
+    key: Any  # the key data that every token's key derives from
 
 
 class Program(NamedTuple):
@@ -93,7 +93,6 @@ class Program(NamedTuple):
 
 def make_program(model: Model, config: EngineConfig) -> Program:
     """Defines (does not yet compile) the functions of an engine for `model`."""
-    key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     eos = np.asarray(config.eos_ids, np.int32)
 
     def place(
@@ -136,7 +135,7 @@ def make_program(model: Model, config: EngineConfig) -> Program:
             step, s = carry
             last = s.lengths - 1
             hidden, cache = policy.decode(s.tokens[rows, last], last, s.cache)
-            keys = token_keys(jax.random.wrap_key_data(key), s.sample_ids, s.lengths)
+            keys = token_keys(jax.random.wrap_key_data(s.key), s.sample_ids, s.lengths)
             drawn, logprobs = sample_tokens(policy.logits(hidden), keys, s.temperatures)
             write = jnp.where(s.active, s.lengths, config.max_length)  # out of range for idle slots: dropped
             lengths = s.lengths + s.active
@@ -170,14 +169,14 @@ def make_program(model: Model, config: EngineConfig) -> Program:
 class Engine:
     """Draws samples for a stream of requests; not thread-safe."""
 
-    def __init__(self, program: Program, snapshot: PolicySnapshot):
+    def __init__(self, program: Program, snapshot: PolicySnapshot, seed: int):
         self.program, self.config = program, program.config
         self.snapshot = snapshot
         self.decoded_slot_steps = 0  # slots x steps computed, useful or not
         self.generated_tokens = 0
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * self.config.slots
-        self._state = self._empty_state()
+        self._state = self._empty_state(seed)
 
     @property
     def version(self) -> int:
@@ -301,7 +300,7 @@ class Engine:
             start += size
         return pieces
 
-    def _empty_state(self) -> SlotState:
+    def _empty_state(self, seed: int) -> SlotState:
         model, c = self.program.model, self.config
         shape = (c.slots, model.config.kv_heads, c.max_length, model.config.head_dim)
         everywhere = sharding.replicated(model.mesh)
@@ -320,4 +319,5 @@ class Engine:
             sample_ids=zeros(column, np.uint32),
             temperatures=zeros(column, np.float32),
             active=zeros(column, bool),
+            key=jax.device_put(np.asarray(jax.random.key_data(jax.random.key(seed))), everywhere),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import uuid
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from areal_jax.types import Lease, PolicySnapshot, Prompt, Trajectory
 class Sampler:
     """Runs a training engine, and beside it an evaluation engine while an evaluation is under way."""
 
-    def __init__(self, name: str, incarnation: str, program: Program, channel: WeightChannel, grader: Grader):
-        self._name, self._incarnation = name, incarnation
+    def __init__(self, name: str, program: Program, channel: WeightChannel, grader: Grader, seed: int):
+        self._name, self._incarnation, self._seed = name, uuid.uuid4().hex, seed
         self._program, self._channel, self._grader = program, channel, grader
         self._link: Link | None = None
         self._engine: Engine | None = None
@@ -37,7 +38,7 @@ class Sampler:
 
     def start(self, snapshot: PolicySnapshot) -> None:
         """Builds the engine and compiles every shape it can meet."""
-        self._engine = Engine(self._program, snapshot)
+        self._engine = Engine(self._program, snapshot, self._seed)
         self._engine.warm_up()
 
     def connect(self, link: Link) -> None:
@@ -47,7 +48,8 @@ class Sampler:
 
     def turn(self, compiles_after_warmup: int = 0) -> tuple[bool, bool]:
         """One exchange with the trainer and one chunk of decoding. Returns (worked, told to stop)."""
-        assert self._engine is not None and self._link is not None, "start() and connect() first"
+        if self._engine is None or self._link is None:
+            raise RuntimeError("start() and connect() come before turn()")
         stop = self._exchange(self._engine, self._link, compiles_after_warmup)
         began = time.monotonic()
         engines = [e for e in (self._engine, self._evaluation) if e is not None and e.unfinished]
@@ -98,9 +100,7 @@ class Sampler:
     def _accept(self, lease: Lease, engine: Engine) -> None:
         if lease.min_version > engine.version:
             raise RuntimeError(f"a lease needs version {lease.min_version}; the newest published is {engine.version}")
-        requests = [
-            Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in lease.sample_ids
-        ]
+        requests = [Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in lease.sample_ids]
         self._leases |= dict.fromkeys(lease.sample_ids, lease)
         if lease.pinned_version is None:
             engine.submit(requests)
@@ -113,7 +113,7 @@ class Sampler:
             pinned = engine.snapshot
             if pinned.version != version:
                 pinned = self._channel.load(version, self._program.model.abstract_params)
-            self._evaluation = Engine(self._program, pinned)
+            self._evaluation = Engine(self._program, pinned, self._seed)
         return self._evaluation
 
     def _graded(self, completion: Completion) -> Trajectory:

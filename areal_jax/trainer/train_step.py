@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
@@ -89,8 +90,6 @@ def place(batch: TrainBatch, model: Model) -> TrainBatch:
 
 def scalar(value: float, dtype: Any, model: Model) -> Array:
     """A replicated scalar argument of a compiled step."""
-    import numpy as np
-
     return jax.device_put(np.asarray(value, dtype), sharding.replicated(model.mesh))
 
 

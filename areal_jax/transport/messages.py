@@ -88,7 +88,8 @@ def decode_report(data: bytes, limits: Limits) -> Report:
         report = Report(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise ProtocolError(f"malformed report: {error}") from error
-    if not (0 < len(report.sampler) <= 128 and 0 < len(report.incarnation) <= 128 and min(report.want, report.want_evaluation) >= 0):
+    names = (report.sampler, report.incarnation)
+    if not all(0 < len(name) <= 128 for name in names) or min(report.want, report.want_evaluation) < 0:
         raise ProtocolError("malformed report: sampler, incarnation or want")
     return report
 

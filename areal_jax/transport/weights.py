@@ -67,8 +67,11 @@ class OrbaxChannel:
 
     TRASH = "trash"
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, fresh: bool = False):
+        """fresh: remove what an earlier run left; for the publisher, before any reader."""
         self._directory = directory.absolute()
+        if fresh:
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True, exist_ok=True)
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
         self._checkpointer = ocp.Checkpointer(handler)

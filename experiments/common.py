@@ -1,0 +1,70 @@
+"""What the experiments share: runs of the main program, intervals, and reports."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def run_main(workdir: pathlib.Path, config: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """One run of the main program; a finished one is not run again. Returns its summary.
+
+    Raises RuntimeError with the program's message when it fails.
+    """
+    summary = workdir / "summary.json"
+    if not summary.exists():
+        flags = [f"--config.{k}={v}" for k, v in ({"workdir": workdir} | overrides).items()]
+        command = [sys.executable, "-m", "areal_jax.main", f"--config={config}", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+    return dict(json.loads(summary.read_text()))
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95, draws: int = 10_000) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean; with few values it is narrow by nature: show the values too."""
+    samples = np.random.default_rng(0).choice(np.asarray(values), (draws, len(values))).mean(axis=1)
+    low, high = np.quantile(samples, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def machine() -> str:
+    """The machine and the versions that a figure belongs to."""
+    packages = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "flax", "optax", "orbax-checkpoint"))
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} CPU cores ({platform.machine()}), Python {platform.python_version()}, {packages}"
+
+
+def write_csv(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    def cell(value: Any) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join(lines + ["| " + " | ".join(cell(r[n]) for n in names) + " |" for r in rows])
+
+
+def write_report(directory: pathlib.Path, title: str, command: str, body: str) -> None:
+    text = f"# {title}\n\nCommand: `{command}`\n\nMachine: {machine()}\n\n{body.strip()}\n"
+    (directory / "report.md").write_text(text)

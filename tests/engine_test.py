@@ -1,0 +1,166 @@
+"""The slot engine: independence of slots and order, exact versions and log-probs across weight swaps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.compiles import CompileCounter
+from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rollout.engine import Engine, EngineConfig, Request, make_program
+from areal_jax.types import PolicySnapshot
+from tests.helpers import tiny_model
+
+CONFIG = EngineConfig(
+    slots=4, max_prompt_length=6, max_length=24, chunk=3, row_ladder=(1, 4), length_ladder=(6, 24), eos_ids=(1,),
+    kv_on_update="recompute",
+)  # fmt: skip
+MODEL = tiny_model()
+PROGRAM = make_program(MODEL, CONFIG)
+PROGRAMS = {"recompute": PROGRAM, "keep": make_program(MODEL, dataclasses.replace(CONFIG, kv_on_update="keep"))}
+PARAMS = [MODEL.init_params(seed) for seed in range(6)]
+
+
+def requests(n, temperature=1.0, limit=18):
+    rng = np.random.default_rng(0)
+    return [Request(i, rng.integers(3, 17, 1 + i % 6).astype(np.int32), limit, temperature) for i in range(n)]
+
+
+def drain(engine, swaps=()):
+    """Runs to the end; before turn i swaps to the version swaps[i], if any."""
+    done = {}
+    turn = 0
+    while engine.unfinished:
+        if turn < len(swaps) and swaps[turn] is not None:
+            engine.set_params(PolicySnapshot(swaps[turn], PARAMS[swaps[turn]]))
+        for c in engine.step():
+            done[c.request.sample_id] = c
+        turn += 1
+    return done
+
+
+@jax.jit
+def forced(params, batch, positions):
+    policy = MODEL.bind(params)
+    hidden = policy(batch, positions, jnp.ones_like(batch))
+    return token_logprobs(hidden, policy.logits, batch, positions, 1.0)[0]
+
+
+def teacher_forced(params, tokens):
+    """Log-probs of the tokens in one full forward; padded at the end, which causality keeps out."""
+    padded = np.zeros((1, CONFIG.max_length), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(forced(params, padded, np.arange(CONFIG.max_length)[None]))[0, : len(tokens)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_results_do_not_depend_on_slots_or_order(temperature):
+    wanted = requests(9, temperature)
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=0)
+    engine.submit(wanted)
+    reference = drain(engine)
+    assert sorted(reference) == list(range(9))
+    one_slot = dataclasses.replace(CONFIG, slots=1, row_ladder=(1,), chunk=5)
+    for config, order in ((one_slot, wanted), (CONFIG, wanted[::-1])):
+        program = PROGRAM if config is CONFIG else make_program(MODEL, config)
+        engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
+        engine.submit(order)
+        for i, c in drain(engine).items():
+            np.testing.assert_array_equal(c.tokens, reference[i].tokens)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.sampled_from([None, 1, 2, 3, 4, 5]), max_size=10))
+def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swaps):
+    increasing, newest = [], 0
+    for s in swaps:
+        increasing.append(s if s is not None and s > newest else None)
+        newest = max(newest, s or 0)
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=1)
+    engine.submit(requests(6))
+    for c in drain(engine, increasing).values():
+        n = len(c.request.prompt)
+        versions = c.policy_versions
+        assert (versions[:n] == -1).all()
+        assert (np.diff(versions[n:]) >= 0).all()
+        assert (c.behaviour_logprobs[:n] == 0).all()
+        for version in np.unique(versions[n:]):
+            mine = versions == version
+            np.testing.assert_allclose(
+                c.behaviour_logprobs[mine], teacher_forced(PARAMS[version], c.tokens)[mine], atol=1e-4
+            )
+        assert len(c.tokens) - n <= c.request.max_new_tokens
+        ended = c.tokens[-1] == 1
+        assert c.finish_reason == ("stop" if ended else "length")
+        assert not (c.tokens[n:-1] == 1).any()
+        assert ended or len(c.tokens) - n == c.request.max_new_tokens
+
+
+def test_version_stamps_around_a_swap_are_exact():
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=2)
+    never_ends = [Request(0, np.array([5, 6], np.int32), 9, 0.0)]
+    engine.submit(never_ends)
+    completion = drain(engine, [None, 3, None])[0]  # chunks of 3 tokens: one under version 0, the rest under 3
+    if len(completion.tokens) == 11:
+        np.testing.assert_array_equal(completion.policy_versions, [-1, -1, 0, 0, 0, 3, 3, 3, 3, 3, 3])
+    else:
+        pytest.fail(f"the sample ended early: {completion.tokens}; choose another prompt")
+
+
+def test_recompute_and_keep_differ_after_a_swap_and_agree_without():
+    outcomes = {}
+    for mode, program in PROGRAMS.items():
+        for swaps in ((), (None, 4)):
+            engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=3)
+            engine.submit(requests(4, limit=15))
+            outcomes[mode, swaps] = drain(engine, swaps)
+    for i in range(4):
+        same = [outcomes[mode, ()][i].behaviour_logprobs for mode in PROGRAMS]
+        np.testing.assert_array_equal(*same)
+    kept = [outcomes[mode, (None, 4)] for mode in PROGRAMS]
+    assert any(
+        len(kept[0][i].tokens) != len(kept[1][i].tokens)
+        or np.abs(kept[0][i].behaviour_logprobs - kept[1][i].behaviour_logprobs).max() > 1e-4
+        for i in range(4)
+    )
+
+
+def test_nothing_compiles_after_warm_up():
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5))
+    engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
+    counter = CompileCounter()
+    engine.warm_up()
+    assert counter.total > 0
+    counter.warm()
+    engine.submit(requests(17))
+    drain(engine, [None, 1, None, 2])
+    other = Engine(program, PolicySnapshot(0, PARAMS[3]), seed=9)  # what an evaluation does
+    other.submit(requests(3, temperature=0.0))
+    drain(other)
+    assert counter.after_warmup == 0
+
+
+def test_a_request_that_does_not_fit_is_refused():
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=0)
+    with pytest.raises(ValueError, match="prompt of 7 tokens"):
+        engine.submit([Request(0, np.ones(7, np.int32), 4, 1.0)])
+    with pytest.raises(ValueError, match="up to 23 new"):
+        engine.submit([Request(0, np.ones(4, np.int32), 23, 1.0)])
+
+
+def test_sharded_engine_draws_the_same_tokens():
+    from areal_jax import sharding
+
+    mesh = sharding.make_mesh({"data": 2, "fsdp": 1, "tensor": 2}, jax.devices()[:4])
+    model = tiny_model(mesh=mesh)
+    engine = Engine(make_program(model, CONFIG), PolicySnapshot(0, model.init_params(0)), seed=0)
+    engine.submit(requests(9))
+    sharded = drain(engine)
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=0)
+    engine.submit(requests(9))
+    for i, c in drain(engine).items():
+        np.testing.assert_array_equal(c.tokens, sharded[i].tokens)

@@ -1,0 +1,81 @@
+"""Small models, trajectories and whole runs for the tests."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+
+from areal_jax import sharding
+from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.types import PROMPT_VERSION, Trajectory
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY = TransformerConfig(vocab_size=17, layers=2, d_model=16, heads=4, kv_heads=2, head_dim=8, d_ff=32)
+
+SMALL_RUN = [
+    "--config.model.layers=1",
+    "--config.model.d_model=32",
+    "--config.model.heads=2",
+    "--config.model.kv_heads=2",
+    "--config.model.d_ff=32",
+    "--config.rollout.slots=16",
+    "--config.rollout.group_size=4",
+    "--config.rollout.queue_capacity=64",
+    "--config.trainer.batch_prompts=4",
+    "--config.trainer.micro_batch_rows=4",
+    "--config.trainer.steps=3",
+    "--config.warm_start.skill_updates=4",
+    "--config.warm_start.check_every=4",
+    "--config.warm_start.habit_updates=2",
+    "--config.warm_start.validation_problems=8",
+    "--config.data.heldout_problems=12",
+    "--config.evaluation.every_steps=2",
+    "--config.checkpoint.every_steps=2",
+]
+"""Overrides that shrink a run to seconds."""
+
+
+def one_device_mesh():
+    return sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1])
+
+
+def tiny_model(config: TransformerConfig = TINY, mesh=None) -> Model:
+    return build_model(config, mesh or one_device_mesh())
+
+
+def trajectory(sample_id: int, prompt: int, response: int, rng: np.random.Generator, **changes) -> Trajectory:
+    """Random tokens: `prompt` of them, then `response` drawn by version 0."""
+    n = prompt + response
+    drawn = np.arange(n) >= prompt
+    fields = {
+        "sample_id": sample_id,
+        "prompt_id": sample_id // 4,
+        "tokens": rng.integers(3, 17, n).astype(np.int32),
+        "behaviour_logprobs": np.where(drawn, -rng.random(n), 0).astype(np.float32),
+        "policy_versions": np.where(drawn, 0, PROMPT_VERSION).astype(np.int32),
+        "loss_mask": drawn.astype(np.float32),
+        "finish_reason": "stop",
+        "reward": float(rng.integers(2)),
+    }
+    return Trajectory(**(fields | changes))
+
+
+def main_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "areal_jax.main", *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """As a user's: one CPU device."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "AREAL_JAX_SUPERVISED")}
+    return {**kept, "JAX_PLATFORMS": "cpu", **extra}
+
+
+def run_main(*arguments: str, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        main_command(*arguments), cwd=ROOT, env=environment(**extra), capture_output=True, text=True, timeout=timeout
+    )
