@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
 
+from areal_jax.data.prompts import DATASETS
+from areal_jax.environments.single_turn import ENVIRONMENTS
+from areal_jax.rewards.math import REWARDS
+from areal_jax.rl.advantages import ADVANTAGES
 from areal_jax.types import UserError
 
 Check = tuple[Callable[[Any], bool], str]
@@ -22,6 +26,11 @@ def _between(low: float, high: float) -> Check:
 
 
 def _one_of(*names: str) -> Check:
+    return (lambda v: v in names, "expected one of " + ", ".join(names))
+
+
+def _known(names: Mapping[str, Any]) -> Check:
+    """A name in one of the dicts that users add to (a config file may do so when it is read)."""
     return (lambda v: v in names, "expected one of " + ", ".join(names))
 
 
@@ -41,7 +50,7 @@ CHECKS: dict[str, Check] = {
     "model.norm_eps": POSITIVE,
     "model.logit_soft_cap": _at_least(0),
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
-    "data.name": _one_of("arithmetic"),
+    "data.name": _known(DATASETS),
     "data.heldout_problems": _at_least(1),
     "warm_start.seed": _at_least(-1),
     "warm_start.rows": _at_least(1),
@@ -63,10 +72,10 @@ CHECKS: dict[str, Check] = {
     "rollout.slots": _at_least(1),
     "rollout.chunk": _at_least(1),
     "rollout.kv_on_update": _one_of("recompute", "keep"),
-    "rollout.environment": _one_of("single_turn"),
+    "rollout.environment": _known(ENVIRONMENTS),
     "rollout.lease_timeout_seconds": POSITIVE,
-    "reward.name": _one_of("exact_answer"),
-    "advantage.name": _one_of("group_norm", "dr_grpo", "rloo", "batch_norm"),
+    "reward.name": _known(REWARDS),
+    "advantage.name": _known(ADVANTAGES),
     "loss.name": _one_of("ppo", "decoupled_ppo", "staleness_ppo"),
     "loss.clip_low": FRACTION,
     "loss.clip_high": POSITIVE,
@@ -98,7 +107,7 @@ CHECKS: dict[str, Check] = {
     "launch.samplers": _at_least(1),
     "launch.max_restarts": _at_least(0),
 }
-"""key -> (condition, what was expected). Names are checked again where they are looked up."""
+"""key -> (condition, what was expected)."""
 
 
 def validate(config: ml_collections.ConfigDict) -> None:

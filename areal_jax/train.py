@@ -64,7 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     if checkpoints.versions():
         version = checkpoints.versions()[-1]
         emit({"kind": "stage", "text": f"resuming after step {version}"})
-        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), optimizer))
+        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), model, optimizer))
         truncate_metrics(workdir, version)
         started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
     else:
@@ -72,9 +72,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         if config.warm_start.enabled:
             data = warm_start.Data(sources["train"], sources["validation"], tokenizer)
             started_from = _warm_start(config, model, program, grader, data, emit)
-            state = train_step.init_state(started_from.params, optimizer)
+            state = train_step.init_state(started_from.params, model, optimizer)
         else:
-            state = train_step.init_state(model.init_params(config.seed), optimizer)
+            state = train_step.init_state(model.init_params(config.seed), model, optimizer)
     seconds_warm_start = time.monotonic() - warm_start_began
     metrics = MetricsFile(workdir)
     emit = fan_out([metrics.write, emit])

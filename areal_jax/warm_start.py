@@ -107,7 +107,7 @@ def warm_start(
         samples = evaluate.answer(program, snapshot, validation, grader, 1.0, config.max_response_length, config.seed)
         return evaluate.accuracy(samples)[0]
 
-    state = train_step.init_state(params, optimizer)
+    state = train_step.init_state(params, model, optimizer)
     reached, updates = 0.0, 0
     while updates < config.skill_updates and reached < config.skill_accuracy:
         state, metrics = run(state, config.skill_learning_rate, 0.0)
@@ -115,7 +115,7 @@ def warm_start(
         if updates % config.check_every == 0 or updates == config.skill_updates:
             reached = measure(state)
             progress("skill", updates, config.skill_updates, metrics | {"validation_accuracy": reached})
-    state = train_step.init_state(state.params, optimizer)
+    state = train_step.init_state(state.params, model, optimizer)
     for update in range(config.habit_updates):
         rate = learning_rate(
             update, config.habit_updates, config.habit_learning_rate, config.habit_learning_rate_final, 0

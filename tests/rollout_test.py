@@ -285,7 +285,7 @@ def test_silent_samplers_leases_are_issued_again_and_late_results_are_taken_once
     c = coordinator(lease_timeout=100.0)
     first, second = FakeSampler(c, "a"), FakeSampler(c, "b")
     first.report(want=2)
-    c._members["a"].last_seen -= 200.0  # as if it had been silent for so long
+    c._holders._holders["a"].last_seen -= 200.0  # as if it had been silent for so long
     second.report()
     second.report(want=2)
     assert [i for _, i in second.held] == [0, 1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +17,10 @@ import numpy as np
 
 from areal_jax.rollout.admission import AdmissionGate
 from areal_jax.rollout.evaluation import Evaluation, EvaluationBoard
+from areal_jax.rollout.leases import LeaseHolders
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.transport.messages import Reply, Report, SamplerStats
 from areal_jax.types import Lease, Prompt, Trajectory
-
-log = logging.getLogger(__name__)
 
 PromptSource = Callable[[], tuple[Prompt, dict[str, Any]]]
 """-> the next prompt, and the state of the stream after it."""
@@ -51,17 +49,6 @@ class _Group:
     arrived: list[Trajectory] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass
-class _Member:
-    """A sampler as the coordinator sees it."""
-
-    incarnation: str
-    last_seen: float
-    announced: int
-    stats: SamplerStats
-    held: dict[int, Lease] = dataclasses.field(default_factory=dict)
-
-
 class Coordinator:
     """See the module's docstring. Thread-safe."""
 
@@ -81,7 +68,7 @@ class Coordinator:
         self._ready_samples = 0
         self._batch: list[Trajectory] = []
         self._unleased: collections.deque[Lease] = collections.deque()
-        self._members: dict[str, _Member] = {}
+        self._holders = LeaseHolders(config.lease_timeout_seconds)
         self.duplicates = 0
 
     # --- the samplers' side ---
@@ -91,13 +78,12 @@ class Coordinator:
         while len(self._drawn) * self.config.group_size < report.want:  # reading is I/O: not under the lock
             self._drawn.append(self._source())
         with self._changed:
-            member = self._meet(report)
+            self._give_back(self._holders.meet(report, self._version))
             for trajectory in report.trajectories:
                 self._receive(trajectory)
-            self._expire()
+            self._give_back(self._holders.expire())
             leases = self._grant(report.want, report.want_evaluation)
-            member.held |= {i: lease for lease in leases for i in lease.sample_ids}
-            member.announced = self._version
+            self._holders.grant(report.sampler, leases, self._version)
             self._ledger.check()
             self._changed.notify_all()
             credit = max(0, self.config.queue_capacity - self._ready_samples)
@@ -106,24 +92,10 @@ class Coordinator:
     def lose(self, sampler: str) -> None:
         """A sampler is gone: its leases are issued again."""
         with self._changed:
-            member = self._members.pop(sampler, None)
-            if member is not None:
-                self._give_back(member)
-
-    def _meet(self, report: Report) -> _Member:
-        member = self._members.get(report.sampler)
-        if member is not None and member.incarnation != report.incarnation:
-            self._give_back(member)
-            member = None
-        if member is None:
-            member = _Member(report.incarnation, 0.0, self._version, report.stats)
-            self._members[report.sampler] = member
-        member.last_seen, member.stats = time.monotonic(), report.stats
-        return member
+            self._give_back(self._holders.lose(sampler))
 
     def _receive(self, trajectory: Trajectory) -> None:
-        for member in self._members.values():
-            member.held.pop(trajectory.sample_id, None)
+        self._holders.returned(trajectory.sample_id)
         if trajectory.evaluation:
             self._board.receive(trajectory)
             return
@@ -169,20 +141,9 @@ class Coordinator:
     def _lease(self, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
         return Lease(prompt, ids, min_version, None, self.config.temperature, self.config.max_new_tokens)
 
-    def _expire(self) -> None:
-        late = time.monotonic() - self.config.lease_timeout_seconds
-        for name in [n for n, m in self._members.items() if m.last_seen < late]:
-            member = self._members.pop(name)
-            log.warning(
-                "sampler %s has not been heard of for %.0f s: issuing its %d samples again",
-                name,
-                self.config.lease_timeout_seconds,
-                len(member.held),
-            )
-            self._give_back(member)
-
-    def _give_back(self, member: _Member) -> None:
-        for lease in {lease.sample_ids: lease for lease in member.held.values()}.values():
+    def _give_back(self, leases: Sequence[Lease]) -> None:
+        """Leases of a lost sampler: what has not come back is issued again."""
+        for lease in leases:
             if lease.pinned_version is not None:
                 self._board.give_back(lease)
                 continue
@@ -193,7 +154,7 @@ class Coordinator:
     # --- the training loop's side ---
 
     def take_batch(self, version: int, timeout: float) -> list[Trajectory] | None:
-        """At least batch_samples samples in whole groups, in order of completion; None if they are not there in time.
+        """The oldest complete groups, at least batch_samples samples, by sample id; None if they are not there in time.
 
         Samples over the staleness bound are dealt with here, at the moment of consumption. Call `trained` with the
         batch once its update is done.
@@ -206,14 +167,14 @@ class Coordinator:
                 elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
             batch, self._batch = self._batch, []
-            return batch
+            return sorted(batch, key=lambda t: t.sample_id)
 
     def _consume(self, group: _Group, version: int) -> None:
         self._ready_samples -= len(group.sample_ids)
-        arrived = sorted(group.arrived, key=lambda t: t.sample_id)
-        kept = [handle_over_stale(t, version, self.config.max_staleness, self.config.over_stale) for t in arrived]
+        bound, policy = self.config.max_staleness, self.config.over_stale
+        kept = [handle_over_stale(t, version, bound, policy) for t in group.arrived]
         self._batch += [t for t in kept if t is not None]
-        dropped = [t.sample_id for t, k in zip(arrived, kept, strict=True) if k is None]
+        dropped = [t.sample_id for t, k in zip(group.arrived, kept, strict=True) if k is None]
         self._ledger.drop(dropped, "over_stale")
         self._gate.refund(len(dropped))
 
@@ -249,7 +210,7 @@ class Coordinator:
     def needed_versions(self) -> set[int]:
         """Versions that a sampler may be loading, or that an evaluation is pinned to."""
         with self._changed:
-            return {m.announced for m in self._members.values()} | set(self._board.pinned_versions())
+            return self._holders.announced_versions() | set(self._board.pinned_versions())
 
     def occupancy(self) -> int:
         """Samples in complete groups that wait for the trainer."""
@@ -263,7 +224,7 @@ class Coordinator:
 
     def sampler_stats(self) -> dict[str, SamplerStats]:
         with self._changed:
-            return {name: m.stats for name, m in self._members.items()}
+            return self._holders.stats()
 
     @property
     def version(self) -> int:

@@ -41,9 +41,9 @@ class Programs(NamedTuple):
     """(state, batch, proximal_logprobs, version, learning_rate) -> (state, sums)."""
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Params, model: Model, optimizer: optax.GradientTransformation) -> TrainState:
     """Optimizer state beside its parameters, sharded like them."""
-    return TrainState(params, jax.jit(optimizer.init)(params))
+    return TrainState(params, jax.jit(optimizer.init, out_shardings=_opt_shardings(model, optimizer))(params))
 
 
 def compile_programs(
@@ -145,7 +145,7 @@ def update(
     grads = jax.tree.map(lambda g: g / tokens, grads)
     direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p + learning_rate * u, state.params, direction)
-    return TrainState(params, opt_state), sums | {"max_grad_norm": optax.global_norm(grads)}
+    return TrainState(params, opt_state), sums | {"max_grad_norm": optax.tree.norm(grads)}
 
 
 def _forward(model: Model, temperature: float, params: Params, micro: TrainBatch) -> tuple[Array, Array]:

@@ -1,0 +1,87 @@
+"""Who holds which lease: so that what a lost sampler held is issued again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+from areal_jax.transport.messages import Report, SamplerStats
+from areal_jax.types import Lease
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Holder:
+    incarnation: str
+    last_seen: float
+    announced: int
+    """The newest policy version it was told of: it may be loading that one."""
+    stats: SamplerStats
+    held: dict[int, Lease] = dataclasses.field(default_factory=dict)
+    """sample id -> its lease, until the sample is returned."""
+
+    def leases(self) -> list[Lease]:
+        return list({lease.sample_ids: lease for lease in self.held.values()}.values())
+
+
+class LeaseHolders:
+    """The samplers that have reported, and their leases. Not thread-safe: its owner locks.
+
+    The methods that find a sampler lost return the leases that it held.
+    """
+
+    def __init__(self, timeout_seconds: float):
+        self._timeout_seconds = timeout_seconds
+        self._holders: dict[str, _Holder] = {}
+
+    def meet(self, report: Report, version: int) -> list[Lease]:
+        """A sampler reports; one that was started again has lost what its last incarnation held."""
+        holder = self._holders.get(report.sampler)
+        lost = []
+        if holder is not None and holder.incarnation != report.incarnation:
+            lost = self.lose(report.sampler)
+            holder = None
+        if holder is None:
+            holder = _Holder(report.incarnation, 0.0, version, report.stats)
+            self._holders[report.sampler] = holder
+        holder.last_seen, holder.stats = time.monotonic(), report.stats
+        return lost
+
+    def lose(self, sampler: str) -> list[Lease]:
+        holder = self._holders.pop(sampler, None)
+        return holder.leases() if holder is not None else []
+
+    def expire(self) -> list[Lease]:
+        """Gives up samplers that have been silent for longer than the timeout."""
+        late = time.monotonic() - self._timeout_seconds
+        lost: list[Lease] = []
+        for name in [n for n, holder in self._holders.items() if holder.last_seen < late]:
+            leases = self.lose(name)
+            log.warning(
+                "sampler %s has not been heard of for %.0f s: issuing its %d leases again",
+                name,
+                self._timeout_seconds,
+                len(leases),
+            )
+            lost += leases
+        return lost
+
+    def grant(self, sampler: str, leases: Sequence[Lease], version: int) -> None:
+        """The sampler's reply carries these leases and announces this version."""
+        holder = self._holders[sampler]
+        holder.announced = version
+        holder.held |= {i: lease for lease in leases for i in lease.sample_ids}
+
+    def returned(self, sample_id: int) -> None:
+        """The sample is in, whoever drew it."""
+        for holder in self._holders.values():
+            holder.held.pop(sample_id, None)
+
+    def announced_versions(self) -> set[int]:
+        return {holder.announced for holder in self._holders.values()}
+
+    def stats(self) -> dict[str, SamplerStats]:
+        return {name: holder.stats for name, holder in self._holders.items()}

@@ -1,0 +1,168 @@
+"""The embedded task, its tokenizer, the prompt stream and packing."""
+
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_jax.data import arithmetic, packing, prompts, tokenizer
+from areal_jax.rewards.math import exact_answer
+from areal_jax.types import PROMPT_VERSION, Prompt, UserError
+from areal_jax.warm_start import supervised_example
+from tests.helpers import trajectory
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_worked_solutions_by_hand():
+    assert arithmetic.worked_solution(347, 586) == "7+6+0=13;4+8+1=13;3+5+1=09#933"
+    assert arithmetic.worked_solution(95, 15) == "5+5+0=10;9+1+1=11#110"
+
+
+@given(st.integers(2, 6).flatmap(lambda n: st.tuples(*[st.integers(10 ** (n - 1), 10**n - 1)] * 2)))
+def test_every_worked_solution_is_right_and_rewarded(pair):
+    a, b = pair
+    prompt = Prompt(0, np.zeros(1), f"{a}+{b}=", str(a + b))
+    assert exact_answer(prompt, arithmetic.worked_solution(a, b), "stop") == 1.0
+    assert exact_answer(prompt, arithmetic.direct_answer(a, b), "stop") == 1.0
+    assert arithmetic.split_of(a, b) == arithmetic.split_of(b, a)
+
+
+@pytest.mark.parametrize("response", ["", "933", "#", "#93", "##933", "#9#933", "#933;", "# 933", "#-933", "#933#"])
+def test_wrong_answers_get_nothing(response):
+    assert exact_answer(Prompt(0, np.zeros(1), "347+586=", "933"), response, "stop") == 0.0
+
+
+def test_a_truncated_answer_gets_nothing():
+    prompt = Prompt(0, np.zeros(1), "347+586=", "933")
+    assert exact_answer(prompt, "#933", "length") == 0.0
+    assert exact_answer(prompt, "#933", "stop") == 1.0
+
+
+def test_splits_are_disjoint_whole_and_the_same_every_time(cache):
+    operands = {}
+    for split, size in arithmetic.SPLIT_SIZES.items():
+        source = arithmetic.load(split, cache)
+        assert len(source) == size
+        pairs = [frozenset(source[i]["prompt"].decode()[:-1].split("+")) for i in range(size)]
+        operands[split] = set(pairs)
+        assert len(operands[split]) == size  # no problem twice
+    assert not operands["train"] & (operands["validation"] | operands["test"])
+    assert not operands["validation"] & operands["test"]
+    first = next(arithmetic.generate("test"))
+    assert first == next(arithmetic.generate("test"))
+
+
+def test_the_number_of_steps_has_a_tail():
+    lengths = [len(r["worked"].split(";")) for _, r in zip(range(3000), arithmetic.generate("train"), strict=False)]
+    share = np.bincount(lengths, minlength=7)[2:] / 3000
+    expected = 0.8 ** np.arange(5) / sum(0.8 ** np.arange(5))
+    np.testing.assert_allclose(share, expected, atol=0.03)
+
+
+def test_the_longest_problem_fits_the_default_lengths():
+    from configs import default
+
+    c = default.get_config().rollout
+    assert len("999999+999999=") <= c.max_prompt_length
+    assert len(arithmetic.worked_solution(999_999, 999_999)) + 1 <= c.max_response_length
+
+
+def test_a_damaged_data_file_is_named(tmp_path):
+    arithmetic.load("test", tmp_path)
+    file = next(pathlib.Path(tmp_path).rglob("*test.array_record*"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match="delete that directory"):
+        arithmetic.load("test", tmp_path)
+
+
+def test_tokenizer_round_trips_and_loads_like_any_other(tmp_path):
+    built = tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
+    built.save_pretrained(tmp_path)
+    loaded = tokenizer.load_tokenizer(tmp_path)
+    text = "347+586=7+6+0=13;4+8+1=13#933"
+    for t in (built, loaded):
+        assert t.decode(t.encode(text)) == text
+        assert t.encode("0x\n")[1:] == [t.unk_token_id] * 2
+        assert (t.pad_token_id, t.eos_token_id, len(t)) == (0, 1, 17)
+    assert loaded.decode([*loaded.encode("12"), 1], skip_special_tokens=True) == "12"
+
+
+def test_the_prompt_stream_is_seeded_and_resumes_exactly(cache):
+    source = arithmetic.load("validation", cache)
+    stream = prompts.RecordStream(source, seed=3)
+    first = [next(stream)["prompt"] for _ in range(450)]  # more than an epoch of 400
+    assert len(set(first[:400])) == 400
+    again = prompts.RecordStream(source, seed=3)
+    assert [next(again)["prompt"] for _ in range(100)] == first[:100]
+    state = again.get_state()
+    rest = [next(again)["prompt"] for _ in range(350)]
+    resumed = prompts.RecordStream(source, seed=3)
+    resumed.set_state(state)
+    assert [next(resumed)["prompt"] for _ in range(350)] == rest == first[100:]
+    assert next(prompts.RecordStream(source, seed=4))["prompt"] != first[0]
+
+
+def test_a_prompt_that_is_too_long_names_both_lengths():
+    t = tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
+    with pytest.raises(UserError, match=r"has 7 tokens.*max_prompt_length = 6"):
+        prompts.make_prompt({"prompt": "123+45=", "answer": "168"}, 0, t, 6)
+    with pytest.raises(UserError, match="known data sets: arithmetic"):
+        prompts.open_source("gsm9k", "train", pathlib.Path("."))
+
+
+def test_a_supervised_example_trains_on_the_response_and_its_end():
+    t = tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
+    example = supervised_example("1+2=", "#3", t)
+    assert example.tokens.tolist() == [*t.encode("1+2=#3"), t.eos_token_id]
+    assert example.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+lengths = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=30)
+
+
+@given(lengths)
+def test_packing_keeps_every_token_once_and_apart(shape):
+    rng = np.random.default_rng(0)
+    batch = [trajectory(i, p, r, rng) for i, (p, r) in enumerate(shape)]
+    advantages = rng.standard_normal(len(batch)).astype(np.float32)
+    config = packing.PackingConfig(row_length=16, rows=2, max_sequence_length=10)
+    bound = config.max_micro_batches(len(batch))
+    packed = packing.pack(batch, advantages, config, bound)
+    assert int(packed.micro_batches) <= bound
+    found = {}
+    for m in range(bound):
+        for r in range(2):
+            segments = packed.segment_ids[m, r]
+            for s in range(1, segments.max() + 1):
+                (span,) = np.nonzero(segments == s)
+                assert (np.diff(span) == 1).all()
+                assert packed.positions[m, r, span].tolist() == list(range(len(span)))
+                found[tuple(packed.behaviour_logprobs[m, r, span])] = (m, r, span)
+            assert (packed.loss_mask[m, r][segments == 0] == 0).all()
+            assert m < int(packed.micro_batches) or (segments == 0).all()
+    assert len(found) == len(batch)
+    for t, a in zip(batch, advantages, strict=True):
+        where = found[tuple(t.behaviour_logprobs)]
+        np.testing.assert_array_equal(packed.tokens[where], t.tokens)
+        np.testing.assert_array_equal(packed.policy_versions[where], t.policy_versions)
+        np.testing.assert_array_equal(packed.loss_mask[where], t.loss_mask)
+        np.testing.assert_array_equal(packed.advantages[where], a * t.loss_mask)
+    assert 0 < packing.efficiency([packed]) <= 1
+
+
+def test_rows_by_hand():
+    assert packing.assign_rows([3, 9, 4, 6, 2], 10) == [[1], [3, 2], [0, 4]]
+    with pytest.raises(ValueError, match="has 11 tokens; a row holds 10"):
+        packing.assign_rows([11], 10)
+
+
+def test_prompt_positions_carry_their_version():
+    t = trajectory(0, 3, 2, np.random.default_rng(0))
+    assert (t.policy_versions[:3] == PROMPT_VERSION).all()
+    assert (t.prompt_length, t.response_length) == (3, 2)

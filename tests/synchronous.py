@@ -1,0 +1,61 @@
+"""Plain synchronous RL, without admission, ledger, queue, channel or versions: the reference for max_staleness 0.
+
+    python -m tests.synchronous OUTPUT.npz --config=configs/math.py ...
+
+Draws a whole batch under fixed parameters, updates, repeats; saves the final parameters. It shares the engine and the
+train step with the program (a slot is filled in the same order), and nothing of what makes the program asynchronous.
+"""
+
+import sys
+
+import jax
+import numpy as np
+
+from areal_jax import build, main, train, warm_start
+from areal_jax.data.prompts import RecordStream, make_prompt, open_source
+from areal_jax.rollout.engine import Engine, Request, make_program
+from areal_jax.trainer import train_step
+from areal_jax.trainer.optimizer import make_optimizer
+from areal_jax.types import PolicySnapshot
+
+
+def run(output, argv):
+    config, _ = main._parse([sys.argv[0], *argv])
+    tokenizer = build.make_tokenizer(config)
+    model, grader = build.make_model(config, "trainer", len(tokenizer)), build.make_grader(config, tokenizer)
+    settings = train._Settings(config)
+    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
+    cache = build.cache_dir(config)
+    data = warm_start.Data(*(open_source("arithmetic", s, cache) for s in ("train", "validation")), tokenizer)
+    params = train._warm_start(config, model, program, grader, data, lambda record: None).params
+    optimizer = make_optimizer(settings.optimizer)
+    programs = train_step.compile_programs(model, optimizer, settings.loss, 1.0, settings.empty_batch())
+    state = train_step.init_state(params, model, optimizer)
+    stream, r = RecordStream(data.train, config.seed), config.rollout
+    next_prompt = 0
+    engine = None
+    for version in range(config.trainer.steps):
+        fixed = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state.params)
+        engine = engine or Engine(program, PolicySnapshot(version, fixed), config.seed)
+        engine.set_params(PolicySnapshot(version, fixed))
+        batch, finished, prompts, left = [], 0, {}, config.trainer.batch_prompts
+        while left or engine.unfinished:
+            room = r.slots - engine.unfinished - finished
+            while room > 0 and left:
+                prompt = make_prompt(next(stream), next_prompt, tokenizer, r.max_prompt_length)
+                ids = range(next_prompt * r.group_size, (next_prompt + 1) * r.group_size)
+                engine.submit([Request(i, prompt.tokens, r.max_response_length, r.temperature) for i in ids])
+                prompts |= dict.fromkeys(ids, prompt)
+                next_prompt, left, room = next_prompt + 1, left - 1, room - r.group_size
+            done = engine.step()
+            finished = len(done)
+            batch += [grader(prompts[c.request.sample_id], c, False) for c in done]
+        batch.sort(key=lambda t: t.sample_id)
+        advantages = settings.advantages(batch, version)
+        rate = settings.learning_rate(version)
+        state, _, _ = train._train_on(settings, model, programs, state, batch, advantages, version, rate)
+    np.savez(output, *map(np.asarray, jax.tree.leaves(state.params)))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])

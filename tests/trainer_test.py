@@ -1,0 +1,171 @@
+"""The train step: equal on every mesh and split, and its gradient equal to a plain one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from areal_jax import sharding
+from areal_jax.data import packing
+from areal_jax.rl.losses import LOSSES, LossConfig, TokenInputs
+from areal_jax.trainer import train_step
+from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from areal_jax.types import TrainBatch
+from tests.helpers import tiny_model, trajectory
+
+RNG = np.random.default_rng(0)
+BATCH = [trajectory(i, 2 + i % 3, 3 + i % 7, RNG) for i in range(24)]
+ADVANTAGES = RNG.standard_normal(24).astype(np.float32)
+PLAIN = optax.chain(optax.scale(-1.0))  # the parameters' change is the gradient itself
+
+
+def packed(row_length=32, rows=8, batch=BATCH, advantages=ADVANTAGES):
+    config = packing.PackingConfig(row_length, rows, 16)
+    return packing.pack(batch, advantages, config, config.max_micro_batches(len(batch)))
+
+
+def step(mesh_shape=(1, 1, 1), batch=None, optimizer=PLAIN, loss="decoupled_ppo", **options):
+    """(proximal log-probs, parameters after one update, sums), on the host."""
+    devices = jax.devices()[: int(np.prod(mesh_shape))]
+    mesh = sharding.make_mesh(dict(zip(sharding.MESH_AXES, mesh_shape, strict=True)), devices)
+    model = tiny_model(mesh=mesh)
+    batch = packed() if batch is None else batch
+    programs = train_step.compile_programs(model, optimizer, LossConfig(loss, **options), 1.0, batch)
+    state = train_step.init_state(model.init_params(0), model, optimizer)
+    placed = train_step.place(batch, model)
+    proximal = programs.proximal(state.params, placed)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    version, rate = train_step.scalar(2, np.int32, model), train_step.scalar(0.1, np.float32, model)
+    state, sums = programs.update(state, placed, proximal, version, rate)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    return jax.device_get((proximal, state.params, sums))
+
+
+@functools.cache
+def on_one_device():
+    return step()
+
+
+def assert_close(a, b, rtol=1e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1e-3, float(np.abs(y).max())))
+
+
+@pytest.mark.parametrize("mesh_shape", [(8, 1, 1), (2, 4, 1), (2, 2, 2)])
+def test_every_mesh_equals_one_device(mesh_shape):
+    assert_close(step(mesh_shape), on_one_device())
+
+
+def test_a_mesh_with_adam_equals_one_device():
+    """Adam's first update is near the sign of the gradient, so that rounding shows: a looser bound."""
+    optimizer = make_optimizer(OptimizerConfig(eps=1e-3))
+    assert_close(step((2, 2, 2), optimizer=optimizer), step(optimizer=optimizer), rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo", "staleness_ppo"])
+def test_the_split_into_micro_batches_and_the_order_change_nothing(loss):
+    whole = step(batch=packed(rows=16), loss=loss)
+    order = np.random.default_rng(1).permutation(24)
+    shuffled = packed(row_length=16, rows=2, batch=[BATCH[i] for i in order], advantages=ADVANTAGES[order])
+    assert int(shuffled.micro_batches) > 5
+    split = step(batch=shuffled, loss=loss)
+    assert_close(split[1], whole[1])
+    for key in ("tokens", "loss", "entropy", "w", "max_w", "clip_low"):
+        np.testing.assert_allclose(split[2][key], whole[2][key], rtol=1e-5)
+
+
+def test_the_gradient_equals_that_of_separate_padded_sequences():
+    """No packing, no loop: one row a sequence, plain autodiff of the mean over tokens."""
+    model = tiny_model()
+    params = model.init_params(0)
+    shape = packing.PackingConfig(16, 1, 16)
+    single = [packing.pack([t], ADVANTAGES[[i]], shape, 1) for i, t in enumerate(BATCH)]
+    rows = dataclasses.replace(single[0], **{f: np.concatenate([getattr(b, f)[0] for b in single]) for f in FIELDS})
+    config = LossConfig("decoupled_ppo", entropy_coefficient=0.01)
+
+    def mean_loss(p, proximal):
+        policy = model.bind(p)
+        logits = jax.nn.log_softmax(policy.logits(policy(rows.tokens, rows.positions, jnp.ones_like(rows.tokens))))
+        predicted = jnp.take_along_axis(logits[:, :-1], rows.tokens[:, 1:, None], -1)[..., 0]
+        logprobs = jnp.pad(predicted, ((0, 0), (1, 0)))
+        entropy = jnp.pad(-jnp.sum(jnp.exp(logits) * logits, -1)[:, :-1], ((0, 0), (1, 0)))
+        proximal = jax.lax.stop_gradient(logprobs) if proximal is None else proximal
+        recorded = (rows.behaviour_logprobs, rows.advantages, rows.loss_mask, 2 - rows.policy_versions)
+        x = TokenInputs(logprobs, proximal, *recorded)
+        losses = LOSSES["decoupled_ppo"](x, config).loss - 0.01 * entropy
+        return jnp.sum(losses * rows.loss_mask) / rows.loss_mask.sum()
+
+    expected = jax.jit(lambda p: jax.tree.map(lambda x, g: x - 0.1 * g, p, jax.grad(mean_loss)(p, None)))(params)
+    _, got, _ = step(entropy_coefficient=0.01)
+    assert_close(got, jax.device_get(expected))
+
+
+FIELDS = [f.name for f in dataclasses.fields(TrainBatch) if f.name != "micro_batches"]
+
+
+def test_poison_in_masked_and_padded_positions_changes_no_bit():
+    clean = packed()
+    mask = np.asarray(clean.loss_mask) > 0
+    dirty = dataclasses.replace(
+        clean,
+        behaviour_logprobs=np.where(mask, clean.behaviour_logprobs, np.nan).astype(np.float32),
+        advantages=np.where(mask, clean.advantages, np.inf).astype(np.float32),
+    )
+    _, a, sums_a = on_one_device()
+    _, b, sums_b = step(batch=dirty)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    jax.tree.map(np.testing.assert_array_equal, sums_a, sums_b)
+
+
+def test_an_empty_batch_changes_nothing():
+    empty = packing.pack([], np.zeros(0), packing.PackingConfig(32, 8, 16), 2)
+    _, after, sums = step(batch=empty)
+    jax.tree.map(np.testing.assert_array_equal, after, jax.device_get(tiny_model().init_params(0)))
+    assert sums["tokens"] == 0
+
+
+def test_proximal_log_probs_are_those_of_the_parameters_before_the_step():
+    proximal, _, sums = on_one_device()
+    batch = packed()
+    used = np.asarray(batch.loss_mask) > 0
+    w = np.exp(np.clip(proximal - batch.behaviour_logprobs, -20, 20))[used]
+    np.testing.assert_allclose(sums["w"], w.sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums["max_w"], w.max(), rtol=1e-5)
+    np.testing.assert_allclose(sums["kl_k1"], (batch.behaviour_logprobs - proximal)[used].sum(), rtol=1e-4)
+
+
+def test_weight_decay_is_for_matrices_and_clipping_is_by_global_norm():
+    params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))
+    state = optimizer.init(params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    direction, _ = optimizer.update(zero, state, params)
+    np.testing.assert_allclose(direction["w"], -0.5)
+    np.testing.assert_allclose(direction["scale"], 0)
+
+
+def test_learning_rate_by_hand():
+    assert learning_rate(0, 10, 1.0, 0.0, 2) == 0.5
+    assert learning_rate(2, 10, 1.0, 0.0, 2) == 1.0
+    assert learning_rate(9, 10, 1.0, 0.2, 2) == pytest.approx(0.2)
+    assert learning_rate(4, 9, 1.0, 0.0, 0) == pytest.approx(0.5)
+    assert learning_rate(0, 1, 1.0, 1.0, 0) == 1.0
+
+
+def test_a_checkpoint_restores_state_and_books(tmp_path):
+    model, optimizer = tiny_model(), make_optimizer(OptimizerConfig())
+    state = train_step.init_state(model.init_params(0), model, optimizer)
+    checkpoints = Checkpoints(tmp_path)
+    for version in (1, 2, 3):
+        checkpoints.save(version, state, {"n": version})
+    assert checkpoints.versions() == [2, 3]
+    like = train_step.init_state(model.init_params(1), model, optimizer)
+    restored, books = checkpoints.restore(3, like)
+    assert books == {"n": 3}
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
