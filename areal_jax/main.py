@@ -97,7 +97,8 @@ def _parse(argv: list[str]) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise UserError(f"{error}") from error
+        lines = str(error).strip().splitlines()  # an error inside a config file carries its frames: show the last line
+        raise UserError(lines[-1] if "Traceback (most recent call last):" in lines else str(error)) from error
     except (AttributeError, KeyError) as error:
         raise UserError(_unknown_key(argv, error)) from error
     except (OSError, ValueError, TypeError) as error:

@@ -279,8 +279,7 @@ def test_a_reward_that_raises(tmp_path, cache, kind):
 
 
 def test_debug_shows_the_frames(tmp_path, cache):
-    done = run_small(
-        tmp_path / "run", cache, "--config.launch.kind=colocated", "--config.mesh.trainer.data=2", "--debug"
-    )
+    colocated = ("--config.launch.kind=colocated", "--config.mesh.trainer.data=2")
+    done = run_small(tmp_path / "run", cache, *colocated, "--debug")
     assert done.returncode == 1
     assert "in make_mesh" in done.stderr

@@ -48,6 +48,16 @@ class _Group:
     sample_ids: tuple[int, ...]
     arrived: list[Trajectory] = dataclasses.field(default_factory=list)
 
+    def save(self) -> dict[str, Any]:
+        """JSON-able; what has arrived is not saved, but drawn again."""
+        prompt = dataclasses.asdict(self.prompt) | {"tokens": self.prompt.tokens.tolist()}
+        return {"prompt": prompt, "sample_ids": list(self.sample_ids)}
+
+    @classmethod
+    def restore(cls, saved: dict[str, Any]) -> _Group:
+        prompt = Prompt(**saved["prompt"] | {"tokens": np.asarray(saved["prompt"]["tokens"], np.int32)})
+        return cls(prompt, tuple(saved["sample_ids"]))
+
 
 class Coordinator:
     """See the module's docstring. Thread-safe."""
@@ -89,11 +99,6 @@ class Coordinator:
             credit = max(0, self.config.queue_capacity - self._ready_samples)
             return Reply(report.sequence, self._version, tuple(leases), credit, self._stopping)
 
-    def lose(self, sampler: str) -> None:
-        """A sampler is gone: its leases are issued again."""
-        with self._changed:
-            self._give_back(self._holders.lose(sampler))
-
     def _receive(self, trajectory: Trajectory) -> None:
         self._holders.returned(trajectory.sample_id)
         if trajectory.evaluation:
@@ -117,16 +122,13 @@ class Coordinator:
             return leases
         for wanted, source in (
             (want_evaluation, self._board.grant),
-            (want, lambda: self._reissued() or self._new_group()),
+            (want, lambda: self._unleased.popleft() if self._unleased else self._new_group()),
         ):
             granted = 0
             while granted < wanted and (lease := source()) is not None:
                 leases.append(lease)
                 granted += len(lease.sample_ids)
         return leases
-
-    def _reissued(self) -> Lease | None:
-        return self._unleased.popleft() if self._unleased else None
 
     def _new_group(self) -> Lease | None:
         size = self.config.group_size
@@ -237,23 +239,13 @@ class Coordinator:
     def save(self) -> dict[str, Any]:
         """JSON-able: the books, the stream's state and the groups still open. Call between `trained` and `publish`."""
         with self._changed:
-            in_batch = [t.prompt_id for t in self._batch]
-            if in_batch:
+            if self._batch:
                 raise RuntimeError("a batch is half taken; save after `trained`")
             return {
                 "ledger": self._ledger.save(),
                 "started": self._gate.started,
                 "stream": self._stream_state,
-                "groups": [
-                    {
-                        "prompt_id": g.prompt.prompt_id,
-                        "tokens": g.prompt.tokens.tolist(),
-                        "text": g.prompt.text,
-                        "answer": g.prompt.answer,
-                        "sample_ids": list(g.sample_ids),
-                    }
-                    for g in self._groups.values()
-                ],
+                "groups": [group.save() for group in self._groups.values()],
             }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -262,11 +254,9 @@ class Coordinator:
             self._ledger = Ledger.restore(saved["ledger"])
             self._gate.started = saved["started"]
             self._stream_state = saved["stream"]
-            for g in saved["groups"]:
-                prompt = Prompt(g["prompt_id"], np.asarray(g["tokens"], np.int32), g["text"], g["answer"])
-                ids = tuple(g["sample_ids"])
-                self._groups[prompt.prompt_id] = _Group(prompt, ids)
-                self._unleased.append(self._lease(prompt, ids, self._version))
+            for group in map(_Group.restore, saved["groups"]):
+                self._groups[group.prompt.prompt_id] = group
+                self._unleased.append(self._lease(group.prompt, group.sample_ids, self._version))
 
 
 def handle_over_stale(trajectory: Trajectory, version: int, bound: float, policy: str) -> Trajectory | None:
