@@ -121,6 +121,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
     samples = trainer.batch_prompts * rollout.group_size
     longest = rollout.max_prompt_length + rollout.max_response_length
     shards = config.mesh.trainer.data * config.mesh.trainer.fsdp
+    for role in ("trainer", "sampler"):
+        for axis, size in config.mesh[role].items():
+            _require(size == -1 or size >= 1, f"mesh.{role}.{axis} is {size}: expected at least 1, or -1 for the rest")
     _require(
         model.heads % model.kv_heads == 0,
         f"model.heads is {model.heads} and model.kv_heads {model.kv_heads}: heads must be a multiple of kv_heads",
@@ -149,6 +152,12 @@ def validate(config: ml_collections.ConfigDict) -> None:
         shards < 0 or trainer.micro_batch_rows % shards == 0,
         f"trainer.micro_batch_rows is {trainer.micro_batch_rows}, and mesh.trainer.data x fsdp = {shards} does not "
         "divide it: make it a multiple",
+    )
+    report_bytes = 2 * rollout.slots * (16 * longest + 512)  # training and evaluation samples of a full sampler
+    _require(
+        config.transport.max_message_bytes >= report_bytes,
+        f"transport.max_message_bytes is {config.transport.max_message_bytes}, and a report of rollout.slots = "
+        f"{rollout.slots} samples of {longest} tokens may need {report_bytes}: raise it",
     )
     for role in ("trainer", "sampler"):
         tensor = config.mesh[role].tensor

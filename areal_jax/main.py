@@ -40,9 +40,12 @@ def main(argv: list[str]) -> int:
     try:
         config, overrides = _parse(argv)
         config_lib.validate(config)
+        if ROLE.value == "sampler" and not config.workdir:
+            raise UserError("--role=sampler needs the trainer's --config.workdir, where the weights lie")
         workdir = workdir_lib.choose(config)
         if not supervised and ROLE.value != "sampler":
             workdir_lib.prepare(workdir, config, overrides)
+            held = workdir_lib.lock(workdir)  # noqa: F841 - until this process ends
         logging.basicConfig(level=logging.INFO if supervised else logging.WARNING, format="%(asctime)s %(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)
         return _run(config, workdir, argv[1:], supervised)

@@ -43,14 +43,31 @@ class MetricsFile:
 
 def read_metrics(workdir: pathlib.Path) -> list[Record]:
     """The records of a run; [] before its first."""
-    path = workdir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(workdir / "metrics.jsonl")
+
+
+def read_lines(path: pathlib.Path) -> list[Record]:
+    """The records of a JSON-lines file; one cut short by a crash, which can only be the last, is left out."""
+    records: list[Record] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def clear_metrics(workdir: pathlib.Path) -> None:
+    """For a run from the beginning."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        replace_text(workdir / name, "")
 
 
 def truncate_metrics(workdir: pathlib.Path, version: int) -> None:
-    """Takes out the steps and evaluations after `version`: a resumed run makes them again."""
-    kept = [r for r in read_metrics(workdir) if r.get("version", 0) <= version]
-    replace_text(workdir / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept))
+    """Takes out the steps, evaluations and transcripts after `version`: a resumed run makes them again."""
+    for name, key, last in (("metrics.jsonl", "version", version), ("samples.jsonl", "trained_at", version - 1)):
+        kept = [r for r in read_lines(workdir / name) if r.get(key, 0) <= last]
+        replace_text(workdir / name, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

@@ -57,10 +57,17 @@ class Recorder:
         """Of RL so far, earlier parts of a resumed run included."""
         return self._offset + time.monotonic() - self._began
 
+    def has_evaluated(self, version: int) -> bool:
+        """Whether the version's measurement is recorded (by an earlier part of a resumed run)."""
+        return any(r["kind"] == "evaluation" and r["version"] == version for r in read_metrics(self._workdir))
+
+    def waiting(self) -> None:
+        """The trainer has nothing left to do but wait for a batch."""
+        self._waiting_from = time.monotonic()
+
     def batch_arrived(self) -> None:
         """The trainer stops waiting."""
-        now = time.monotonic()
-        self._waited = now - self._last
+        self._waited = time.monotonic() - self._waiting_from
         self._waited_total += self._waited
 
     def step(self, version: int, batch: Sequence[Trajectory], advantages: np.ndarray, named: dict[str, float]) -> None:
@@ -153,9 +160,10 @@ class Recorder:
         for name, s in stats.items():
             before = self._previous.get(name)
             busy, wall = s.busy_seconds, s.wall_seconds
-            if before is not None and before.wall_seconds < wall:
+            if before is not None:
                 busy, wall = busy - before.busy_seconds, wall - before.wall_seconds
-            shares.append(busy / wall if wall > 0 else 0.0)
+            if wall > 0:  # it has reported since
+                shares.append(busy / wall)
         self._previous = stats
         return float(np.mean(shares)) if shares else 0.0
 

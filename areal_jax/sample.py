@@ -12,7 +12,7 @@ import ml_collections
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
 from areal_jax.rollout.engine import make_program
-from areal_jax.rollout.sampler import Sampler
+from areal_jax.rollout.sampler import NO_VERSION, Sampler
 from areal_jax.transport.trajectories import ZmqLink
 from areal_jax.transport.weights import OrbaxChannel
 from areal_jax.types import PolicySnapshot, UserError
@@ -33,7 +33,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
     channel = OrbaxChannel(workdir / "weights")
 
     # ---------------------------------------------------------------- warm up while the trainer does
-    unpublished = PolicySnapshot(-1, model.init_params(0))
+    unpublished = PolicySnapshot(NO_VERSION, model.init_params(0))
     sampler = Sampler(f"sampler-{index}", program, channel, grader, config.seed)
     sampler.start(unpublished)
     log.info("compiled; waiting for the trainer")

@@ -14,9 +14,9 @@ import numpy as np
 
 from areal_jax import build, warm_start
 from areal_jax.compiles import CompileCounter
-from areal_jax.data import packing
+from areal_jax.data import arithmetic, packing
 from areal_jax.data.prompts import RecordStream, fixed_prompts, make_prompt, open_source
-from areal_jax.metrics import Emit, MetricsFile, fan_out, replace_text, truncate_metrics
+from areal_jax.metrics import Emit, MetricsFile, clear_metrics, fan_out, replace_text, truncate_metrics
 from areal_jax.models.transformer import Model
 from areal_jax.recorder import Recorder
 from areal_jax.rl import diagnostics
@@ -66,9 +66,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         emit({"kind": "stage", "text": f"resuming after step {version}"})
         state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), model, optimizer))
         truncate_metrics(workdir, version)
+        metrics = MetricsFile(workdir)
+        emit = fan_out([metrics.write, emit])
         started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
     else:
-        replace_text(workdir / "metrics.jsonl", "")
+        clear_metrics(workdir)
+        metrics = MetricsFile(workdir)
+        emit = fan_out([metrics.write, emit])
         if config.warm_start.enabled:
             data = warm_start.Data(sources["train"], sources["validation"], tokenizer)
             started_from = _warm_start(config, model, program, grader, data, emit)
@@ -76,9 +80,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         else:
             state = train_step.init_state(model.init_params(config.seed), model, optimizer)
     seconds_warm_start = time.monotonic() - warm_start_began
-    metrics = MetricsFile(workdir)
-    emit = fan_out([metrics.write, emit])
-
     # ---------------------------------------------------------------- the ring
     held_out = fixed_prompts(
         sources[config.evaluation.split], config.data.heldout_problems, tokenizer, config.rollout.max_prompt_length
@@ -96,10 +97,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         sampler = Sampler("colocated", program, channel, grader, config.seed)
         ring = _InProcess(coordinator, channel, program, sampler)
     else:
-        ring = _Served(config, workdir, coordinator)
+        ring = _Served(config, workdir, coordinator, emit)
     recorder = Recorder(config, workdir, tokenizer, held_out, coordinator, emit)
     due = range(0, config.trainer.steps, config.evaluation.every_steps or config.trainer.steps)
-    if books is None:
+    if version in due and not recorder.has_evaluated(version):
         coordinator.evaluate(version)
 
     # ---------------------------------------------------------------- THE loop
@@ -110,6 +111,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         compiles.warm()
         recorder.begin()
         while version < config.trainer.steps:
+            recorder.waiting()
             batch = ring.wait_for_batch(version)
             recorder.batch_arrived()
             stale = diagnostics.staleness_metrics(batch, version)
@@ -130,11 +132,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
                 stale | sums | {"optimizer/learning_rate": rate, "packing/efficiency": efficiency},
             )
             if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
+                ring.wait_for_evaluations(before=version)  # a resumed run could not make up for older ones
+                recorder.collect_evaluations()
                 checkpoints.save(version, state, _books(coordinator, started_from))
         recorder.end()
         coordinator.evaluate(version)
         emit({"kind": "stage", "text": "measuring the final policy"})
-        ring.wait_for_evaluations()
+        ring.wait_for_evaluations(before=version + 1)
         recorder.collect_evaluations()
         checkpoints.save(version, state, _books(coordinator, started_from))
     finally:
@@ -223,6 +227,9 @@ def _warm_start(
         "data": config.data.name,
         "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
         "slots": config.rollout.slots,
+        "grading": [config.reward.name, config.rollout.environment],
+        "dtype": model.config.compute_dtype,
+        "data_version": arithmetic.VERSION,
     }
     result = warm_start.cached_warm_start(key, build.cache_dir(config) / "warm_start", model, make)
     if result.cached:
@@ -329,8 +336,9 @@ class _InProcess:
                 )
         return batch
 
-    def wait_for_evaluations(self) -> None:
-        while self._coordinator.evaluations_pending():
+    def wait_for_evaluations(self, before: int) -> None:
+        """Until all versions older than `before` that are to be measured are."""
+        while any(v < before for v in self._coordinator.pending_evaluations()):
             self._sampler.turn()
 
     def close(self) -> None:
@@ -340,11 +348,14 @@ class _InProcess:
 class _Served:
     """Samplers in other processes, behind a ZeroMQ server whose address lies in the workdir."""
 
-    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, coordinator: Coordinator):
+    def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, coordinator: Coordinator, emit: Emit):
         self._coordinator = coordinator
         self._address = f"tcp://{config.transport.host}:{config.transport.port}"
         self._limits = build.limits(config)
         self._endpoint = workdir / "endpoint.json"
+        self._endpoint.unlink(missing_ok=True)  # of a run that was killed
+        self._emit = emit
+        self._warn_after = self._patience = config.rollout.lease_timeout_seconds
         self._server: ZmqServer | None = None
 
     def start(self) -> None:
@@ -356,8 +367,9 @@ class _Served:
             self._check()
         return batch
 
-    def wait_for_evaluations(self) -> None:
-        while self._coordinator.evaluations_pending():
+    def wait_for_evaluations(self, before: int) -> None:
+        """Until all versions older than `before` that are to be measured are."""
+        while any(v < before for v in self._coordinator.pending_evaluations()):
             self._check()
             time.sleep(0.02)
 
@@ -370,3 +382,8 @@ class _Served:
     def _check(self) -> None:
         assert self._server is not None
         self._server.check()
+        silence = self._coordinator.silence_seconds()
+        if silence > self._patience:
+            self._patience += self._warn_after
+            text = f"no sampler has been heard of for {silence:.0f} s; see their logs, or start one with --role=sampler"
+            self._emit({"kind": "warning", "text": text})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import pathlib
 import platform
 import time
-from typing import Any
+from typing import IO, Any
 
 import ml_collections
 
@@ -24,6 +25,16 @@ def choose(config: ml_collections.ConfigDict) -> pathlib.Path:
     """`config.workdir`, or a new directory under runs/."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return pathlib.Path(config.workdir or f"runs/{config.preset}-{stamp}").expanduser().absolute()
+
+
+def lock(workdir: pathlib.Path) -> IO[str]:
+    """Holds the directory for this process, as long as the returned file is open. UserError if it is held."""
+    file = open(workdir / "lock", "w")  # noqa: SIM115 - stays open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"a run is under way in {workdir}: wait for it, or choose another config.workdir") from error
+    return file
 
 
 def prepare(workdir: pathlib.Path, config: ml_collections.ConfigDict, overrides: dict[str, Any]) -> None:

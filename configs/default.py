@@ -121,6 +121,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.launch.samplers = 1  # sampler processes of `local`, >= 1
     c.launch.trainer_devices = ""  # accelerators of the trainer, e.g. '0,1'; '' is half of them
     c.launch.sampler_devices = ""  # accelerators of the samplers, shared out evenly; '' is the others
-    c.launch.pin_cores = True  # on a CPU: give each process cores of its own
+    c.launch.pin_cores = True  # on a CPU: give each sampler a core of its own
     c.launch.max_restarts = 3  # of one sampler killed by a signal, >= 0
     return c

@@ -45,6 +45,9 @@ def test_every_key_is_checked_or_free():
         ({"trainer.minibatches": 3}, ["256 samples", "minibatches = 3"]),
         ({"rollout.queue_capacity": 100}, ["queue_capacity is 100", "256 samples", "at least 256"]),
         ({"rollout.group_size": 1}, ["group_size is 1", "group_norm"]),
+        ({"mesh.trainer.data": 0}, ["mesh.trainer.data is 0"]),
+        ({"mesh.sampler.fsdp": -2}, ["mesh.sampler.fsdp is -2"]),
+        ({"transport.max_message_bytes": 4096}, ["max_message_bytes is 4096", "slots = 64"]),
         ({"mesh.trainer.data": 3}, ["micro_batch_rows is 16", "data x fsdp = 3"]),
         ({"mesh.sampler.tensor": 3}, ["mesh.sampler.tensor is 3", "model.heads = 8"]),
         ({"model.kv_heads": 3}, ["heads is 8", "kv_heads 3"]),
@@ -88,18 +91,24 @@ def test_mistakes_on_the_command_line_end_in_one_message(arguments, words):
 
 def test_cores_are_shared_out():
     config = default.get_config()
-    assert local.placements(config, 0, [0, 1]) == [{"AREAL_JAX_CORES": "0"}, {"AREAL_JAX_CORES": "1"}]
-    assert local.placements(config, 0, [2, 3, 5, 7])[0] == {"AREAL_JAX_CORES": "2,3,5"}
+    assert local.placements(config, 0, [0, 1]) == [{"AREAL_JAX_CORES": "0,1"}, {"AREAL_JAX_CORES": "1"}]
+    config.launch.samplers = 2
+    shares = [p["AREAL_JAX_CORES"] for p in local.placements(config, 0, [2, 3, 5, 7])]
+    assert shares == ["2,3,5,7", "5", "7"]
+    config.launch.samplers = 1
     assert local.placements(config, 0, [0]) == [{}, {}]  # nothing to share
 
 
-def test_accelerators_are_shared_out():
+def test_accelerators_are_shared_out(monkeypatch):
     config = default.get_config()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config.launch.samplers = 2
     shares = [p["CUDA_VISIBLE_DEVICES"] for p in local.placements(config, 8, [0])]
     assert shares == ["0,1,2,3", "4,5", "6,7"]
     config.launch.trainer_devices = "0,1,2,3,4,5"
     assert [p["CUDA_VISIBLE_DEVICES"] for p in local.placements(config, 8, [0])] == ["0,1,2,3,4,5", "6", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d,e,f,g,h")
+    assert [p["CUDA_VISIBLE_DEVICES"] for p in local.placements(config, 8, [0])] == ["a,b,c,d,e,f", "g", "h"]
     config.launch.sampler_devices = "5,6"
     with pytest.raises(UserError, match="disjoint"):
         local.placements(config, 8, [0])

@@ -48,13 +48,13 @@ def tiny_model(config: TransformerConfig = TINY, mesh=None) -> Model:
     return build_model(config, mesh or one_device_mesh())
 
 
-def trajectory(sample_id: int, prompt: int, response: int, rng: np.random.Generator, **changes) -> Trajectory:
+def trajectory(sample_id, prompt: int, response: int, rng: np.random.Generator, **changes) -> Trajectory:
     """Random tokens: `prompt` of them, then `response` drawn by version 0."""
     n = prompt + response
     drawn = np.arange(n) >= prompt
     fields = {
         "sample_id": sample_id,
-        "prompt_id": sample_id // 4,
+        "prompt_id": sample_id // 4 if isinstance(sample_id, int) else 0,
         "tokens": rng.integers(3, 17, n).astype(np.int32),
         "behaviour_logprobs": np.where(drawn, -rng.random(n), 0).astype(np.float32),
         "policy_versions": np.where(drawn, 0, PROMPT_VERSION).astype(np.int32),

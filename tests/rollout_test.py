@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_jax.rollout.admission import AdmissionGate
-from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig, handle_over_stale
+from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
 from areal_jax.rollout.evaluation import FIRST_SAMPLE_ID, EvaluationBoard
+from areal_jax.rollout.groups import handle_over_stale
 from areal_jax.rollout.ledger import Ledger, LedgerError
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.types import Prompt
@@ -159,6 +160,7 @@ class FakeSampler:
             Report(
                 self.name,
                 self.incarnation,
+                self.c.run,
                 self.sequence,
                 self.version,
                 want,
@@ -255,10 +257,10 @@ class RingMachine(RuleBasedStateMachine):
             done, honest.held = [honest.finish(*h) for h in honest.held], []
             honest.report(done, want=8, want_evaluation=8)
             self.train()
-            if self.version >= target and not self.c.evaluations_pending():
+            if self.version >= target and not self.c.pending_evaluations():
                 break
         assert self.version >= target
-        assert self.c.evaluations_pending() == 0
+        assert not self.c.pending_evaluations()
 
 
 TestRing = RingMachine.TestCase
@@ -326,6 +328,68 @@ def test_dropped_samples_are_counted_refunded_and_replaced():
     assert 3 not in [t.sample_id for t in batch]
     assert c.counts()["dropped"] == 1
     assert len(batch) == 5  # whole groups: the one that lost a sample, and two more
+
+
+def test_a_long_run_that_drops_never_runs_dry():
+    """Dropping leaves ragged groups and so batches with a sample or two too many: N must not creep up."""
+    c = coordinator(eta=2.0, over_stale="drop", group=4, batch=16)
+    s = FakeSampler(c)
+    rng = np.random.default_rng(0)
+    for version in range(60):
+        for _ in range(40):
+            batch = c.take_batch(version, timeout=0.0)
+            if batch is not None:
+                break
+            done, s.held = [s.finish(*h, version=0 if rng.random() < 0.1 else version) for h in s.held], []
+            s.report(done, want=16)
+        assert batch is not None, f"no batch at version {version}: {c.counts()}"
+        c.trained(batch)
+        c.publish(version + 1)
+    assert c.counts()["dropped"] > 50
+
+
+def test_a_sampler_given_up_and_back_is_not_leased_what_it_returned():
+    c = coordinator(lease_timeout=100.0)
+    first, second = FakeSampler(c, "a"), FakeSampler(c, "b")
+    first.report(want=2)
+    c._holders._holders["a"].last_seen -= 200.0
+    second.report()  # gives a up; takes nothing
+    held, first.held = first.held, []
+    first.report([first.finish(*held[0])])
+    first.report(want=1)
+    assert [i for _, i in first.held] == [1]  # the one that is still out; sample 0 is in
+
+
+def test_what_was_drawn_for_another_run_of_the_trainer_is_not_taken():
+    c = coordinator()
+    s = FakeSampler(c)
+    s.report(want=2)
+    done = [s.finish(*h) for h in s.held]
+    stale = Report("a", "1", 9, "another run", 0, 0, 0, tuple(done), SamplerStats())
+    c.exchange(stale)
+    assert c.counts()["leased"] == 2
+
+
+def test_a_late_answer_to_an_earlier_evaluation_takes_nothing_from_the_next():
+    c = coordinator(heldout=1, lease_timeout=100.0)
+    a, b = FakeSampler(c, "a"), FakeSampler(c, "b")
+    c.evaluate(0)
+    c.evaluate(5)
+    a.report(want_evaluation=2)
+    late = [a.finish(*h) for h in a.held]
+    c._holders._holders["a"].last_seen -= 200.0
+    b.report()
+    for job in range(2):
+        b.report(want_evaluation=2)
+        if job == 0:
+            done, b.held = [b.finish(*h) for h in b.held], []
+            b.report(done)
+    a.report(late)  # of version 0, under the ids that b now holds for version 5
+    reborn = FakeSampler(c, "b", "2")
+    reborn.report(want_evaluation=2)
+    reborn.report([reborn.finish(*h) for h in reborn.held])
+    assert not c.pending_evaluations()
+    assert [e.version for e in c.evaluations()] == [0, 5]
 
 
 def test_an_evaluation_measures_its_pinned_version_only():

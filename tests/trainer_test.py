@@ -147,6 +147,10 @@ def test_weight_decay_is_for_matrices_and_clipping_is_by_global_norm():
     direction, _ = optimizer.update(zero, state, params)
     np.testing.assert_allclose(direction["w"], -0.5)
     np.testing.assert_allclose(direction["scale"], 0)
+    # Adam's first moment of a gradient of norm 10 clipped to norm 1 is (1 - b1) times a tenth of it
+    _, state = optimizer.update({"w": jnp.full((2, 2), 5.0), "scale": jnp.zeros(2)}, state, params)
+    (moments,) = [s for s in state if isinstance(s, optax.ScaleByAdamState)]
+    np.testing.assert_allclose(moments.mu["w"], 0.1 * 0.5, rtol=1e-5)
 
 
 def test_learning_rate_by_hand():

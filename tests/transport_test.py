@@ -25,14 +25,15 @@ LEASE = Lease(Prompt(3, np.array([4, 5], np.int32), "1+2=", "3"), (6, 7), 2, Non
 
 def make_report(sequence=1, **changes):
     fields = {
-        "sampler": "a", "incarnation": "x", "sequence": sequence, "version": 1, "want": 2, "want_evaluation": 0,
+        "sampler": "a", "incarnation": "x", "run": "r", "sequence": sequence,
+        "version": 1, "want": 2, "want_evaluation": 0,
         "trajectories": (trajectory(1, 2, 3, RNG),), "stats": SamplerStats(busy_seconds=1.5),
     }  # fmt: skip
     return Report(**(fields | changes))
 
 
 def answer(report):
-    return Reply(report.sequence, 4, (LEASE,), 10, False)
+    return Reply(report.sequence, "r", 4, (LEASE,), 10, False)
 
 
 def assert_same(a, b):
@@ -75,6 +76,11 @@ def test_rubbish_is_refused(data):
         make_report(sampler=""),
         make_report(sampler="x" * 1000),
         make_report(want=-1),
+        make_report(want="many"),
+        make_report(sampler=5),
+        make_report(sequence="z"),
+        make_report(stats=SamplerStats(swaps="x")),
+        make_report(trajectories=(trajectory("one", 2, 3, RNG),)),
         make_report(trajectories=tuple(trajectory(i, 2, 50, RNG) for i in range(100))),
     ],
 )

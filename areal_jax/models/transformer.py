@@ -217,10 +217,10 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Next-token logits in float32, soft cap applied."""
         if self.config.tied_embeddings:
-            logits = jnp.einsum("...d,vd->...v", hidden, self.embedding[...].astype(hidden.dtype))
+            subscripts, weights = "...d,vd->...v", self.embedding[...]
         else:
-            logits = hidden @ self.head[...].astype(hidden.dtype)
-        logits = logits.astype(jnp.float32)
+            subscripts, weights = "...d,dv->...v", self.head[...]
+        logits = jnp.einsum(subscripts, hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
         if self.config.logit_soft_cap:
             logits = self.config.logit_soft_cap * jnp.tanh(logits / self.config.logit_soft_cap)
         return logits

@@ -10,13 +10,13 @@ import collections
 import dataclasses
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from areal_jax.rollout.admission import AdmissionGate
 from areal_jax.rollout.evaluation import Evaluation, EvaluationBoard
+from areal_jax.rollout.groups import Group, GroupQueue, handle_over_stale
 from areal_jax.rollout.leases import LeaseHolders
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.transport.messages import Reply, Report, SamplerStats
@@ -42,28 +42,13 @@ class CoordinatorConfig:
     max_new_tokens: int
 
 
-@dataclasses.dataclass
-class _Group:
-    prompt: Prompt
-    sample_ids: tuple[int, ...]
-    arrived: list[Trajectory] = dataclasses.field(default_factory=list)
-
-    def save(self) -> dict[str, Any]:
-        """JSON-able; what has arrived is not saved, but drawn again."""
-        prompt = dataclasses.asdict(self.prompt) | {"tokens": self.prompt.tokens.tolist()}
-        return {"prompt": prompt, "sample_ids": list(self.sample_ids)}
-
-    @classmethod
-    def restore(cls, saved: dict[str, Any]) -> _Group:
-        prompt = Prompt(**saved["prompt"] | {"tokens": np.asarray(saved["prompt"]["tokens"], np.int32)})
-        return cls(prompt, tuple(saved["sample_ids"]))
-
-
 class Coordinator:
     """See the module's docstring. Thread-safe."""
 
     def __init__(self, config: CoordinatorConfig, source: PromptSource, board: EvaluationBoard, version: int = 0):
         self.config = config
+        self.run = uuid.uuid4().hex
+        """New with every start of the trainer."""
         self._changed = threading.Condition()  # guards everything below except _source and _drawn
         self._source = source
         self._drawn: collections.deque[tuple[Prompt, dict[str, Any]]] = collections.deque()  # exchange's thread only
@@ -73,13 +58,12 @@ class Coordinator:
         self._version = version
         self._stopping = False
         self._stream_state: dict[str, Any] | None = None
-        self._groups: dict[int, _Group] = {}
-        self._ready: collections.deque[int] = collections.deque()
-        self._ready_samples = 0
+        self._queue = GroupQueue(self._ledger)
         self._batch: list[Trajectory] = []
         self._unleased: collections.deque[Lease] = collections.deque()
         self._holders = LeaseHolders(config.lease_timeout_seconds)
         self.duplicates = 0
+        self._heard = time.monotonic()
 
     # --- the samplers' side ---
 
@@ -88,32 +72,29 @@ class Coordinator:
         while len(self._drawn) * self.config.group_size < report.want:  # reading is I/O: not under the lock
             self._drawn.append(self._source())
         with self._changed:
+            self._heard = time.monotonic()
             self._give_back(self._holders.meet(report, self._version))
-            for trajectory in report.trajectories:
-                self._receive(trajectory)
+            if report.run == self.run:  # what was drawn for another run of the trainer is not ours
+                for trajectory in report.trajectories:
+                    self._receive(trajectory)
             self._give_back(self._holders.expire())
             leases = self._grant(report.want, report.want_evaluation)
             self._holders.grant(report.sampler, leases, self._version)
             self._ledger.check()
             self._changed.notify_all()
-            credit = max(0, self.config.queue_capacity - self._ready_samples)
-            return Reply(report.sequence, self._version, tuple(leases), credit, self._stopping)
+            credit = max(0, self.config.queue_capacity - self._queue.samples)
+            return Reply(report.sequence, self.run, self._version, tuple(leases), credit, self._stopping)
 
     def _receive(self, trajectory: Trajectory) -> None:
-        self._holders.returned(trajectory.sample_id)
         if trajectory.evaluation:
-            self._board.receive(trajectory)
+            if self._board.receive(trajectory):
+                self._holders.returned(trajectory.sample_id)
             return
+        self._holders.returned(trajectory.sample_id)
         if not self._ledger.is_leased(trajectory.sample_id):
             self.duplicates += 1
             return
-        group = self._groups[trajectory.prompt_id]
-        self._ledger.finish(trajectory.sample_id)
-        group.arrived.append(trajectory)
-        if len(group.arrived) == len(group.sample_ids):
-            self._ledger.queue(group.sample_ids)
-            self._ready.append(group.prompt.prompt_id)
-            self._ready_samples += len(group.sample_ids)
+        self._queue.arrive(trajectory)
 
     def _grant(self, want: int, want_evaluation: int) -> list[Lease]:
         """Leases for about as many samples as are wanted; lost ones go first."""
@@ -122,13 +103,22 @@ class Coordinator:
             return leases
         for wanted, source in (
             (want_evaluation, self._board.grant),
-            (want, lambda: self._unleased.popleft() if self._unleased else self._new_group()),
+            (want, lambda: self._lost_lease() or self._new_group()),
         ):
             granted = 0
             while granted < wanted and (lease := source()) is not None:
                 leases.append(lease)
                 granted += len(lease.sample_ids)
         return leases
+
+    def _lost_lease(self) -> Lease | None:
+        """A lease that was lost, less the samples that have come in since."""
+        while self._unleased:
+            lease = self._unleased.popleft()
+            left = tuple(i for i in lease.sample_ids if self._ledger.is_leased(i))
+            if left:
+                return dataclasses.replace(lease, sample_ids=left)
+        return None
 
     def _new_group(self) -> Lease | None:
         size = self.config.group_size
@@ -137,21 +127,19 @@ class Coordinator:
         min_version = self._gate.start(size, self._version)
         prompt, self._stream_state = self._drawn.popleft()
         ids = self._ledger.issue(size)
-        self._groups[prompt.prompt_id] = _Group(prompt, ids)
+        self._queue.open(Group(prompt, ids))
         return self._lease(prompt, ids, min_version)
 
     def _lease(self, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
         return Lease(prompt, ids, min_version, None, self.config.temperature, self.config.max_new_tokens)
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Leases of a lost sampler: what has not come back is issued again."""
+        """Leases of a lost sampler are issued again."""
         for lease in leases:
             if lease.pinned_version is not None:
                 self._board.give_back(lease)
-                continue
-            left = tuple(i for i in lease.sample_ids if self._ledger.is_leased(i))
-            if left:
-                self._unleased.append(dataclasses.replace(lease, sample_ids=left))
+            else:
+                self._unleased.append(lease)
 
     # --- the training loop's side ---
 
@@ -164,15 +152,17 @@ class Coordinator:
         deadline = time.monotonic() + timeout
         with self._changed:
             while len(self._batch) < self.config.batch_samples:
-                if self._ready:
-                    self._consume(self._groups.pop(self._ready.popleft()), version)
+                group = self._queue.take()
+                if group is not None:
+                    self._consume(group, version)
                 elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
             batch, self._batch = self._batch, []
+            # dropping can leave a batch with part of a group too many; Eq. 3 counts batch_samples to a version
+            self._gate.refund(len(batch) - self.config.batch_samples)
             return sorted(batch, key=lambda t: t.sample_id)
 
-    def _consume(self, group: _Group, version: int) -> None:
-        self._ready_samples -= len(group.sample_ids)
+    def _consume(self, group: Group, version: int) -> None:
         bound, policy = self.config.max_staleness, self.config.over_stale
         kept = [handle_over_stale(t, version, bound, policy) for t in group.arrived]
         self._batch += [t for t in kept if t is not None]
@@ -205,9 +195,16 @@ class Coordinator:
         with self._changed:
             return self._board.collect()
 
-    def evaluations_pending(self) -> int:
+    def pending_evaluations(self) -> tuple[int, ...]:
+        """The versions still to be measured, oldest request first."""
         with self._changed:
-            return len(self._board.pinned_versions())
+            return self._board.pinned_versions()
+
+    def silence_seconds(self) -> float:
+        """Since any sampler was heard of, or since the start."""
+        with self._changed:
+            self._give_back(self._holders.expire())
+            return time.monotonic() - self._heard
 
     def needed_versions(self) -> set[int]:
         """Versions that a sampler may be loading, or that an evaluation is pinned to."""
@@ -217,7 +214,7 @@ class Coordinator:
     def occupancy(self) -> int:
         """Samples in complete groups that wait for the trainer."""
         with self._changed:
-            return self._ready_samples
+            return self._queue.samples
 
     def counts(self) -> dict[str, int]:
         """The ledger's balance."""
@@ -245,7 +242,7 @@ class Coordinator:
                 "ledger": self._ledger.save(),
                 "started": self._gate.started,
                 "stream": self._stream_state,
-                "groups": [group.save() for group in self._groups.values()],
+                "groups": [group.save() for group in self._queue.groups()],
             }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -254,20 +251,7 @@ class Coordinator:
             self._ledger = Ledger.restore(saved["ledger"])
             self._gate.started = saved["started"]
             self._stream_state = saved["stream"]
-            for group in map(_Group.restore, saved["groups"]):
-                self._groups[group.prompt.prompt_id] = group
+            self._queue = GroupQueue(self._ledger)
+            for group in map(Group.restore, saved["groups"]):
+                self._queue.open(group)
                 self._unleased.append(self._lease(group.prompt, group.sample_ids, self._version))
-
-
-def handle_over_stale(trajectory: Trajectory, version: int, bound: float, policy: str) -> Trajectory | None:
-    """The trajectory as it is to be trained on at `version`; None if it is dropped.
-
-    policy: 'train' leaves it as it is; 'drop' drops it if any token is older than `bound`; 'mask_tokens' takes the
-    tokens older than `bound` out of the loss.
-    """
-    if policy == "train" or version - trajectory.oldest_version() <= bound:
-        return trajectory
-    if policy == "drop":
-        return None
-    fresh = version - trajectory.policy_versions <= bound
-    return dataclasses.replace(trajectory, loss_mask=trajectory.loss_mask * fresh)

@@ -50,19 +50,20 @@ class EvaluationBoard:
         if self._jobs and lease.pinned_version == self._jobs[0] and lease.sample_ids[0] not in self._returned:
             self._unleased.append(lease)
 
-    def receive(self, trajectory: Trajectory) -> None:
-        """Takes a sample in; one of another version or seen before is ignored."""
+    def receive(self, trajectory: Trajectory) -> bool:
+        """Takes a sample in; False for one of another version, which an earlier job left behind."""
         if not self._jobs or not bool((trajectory.policy_versions[trajectory.prompt_length :] == self._jobs[0]).all()):
-            return
+            return False
         self._returned.setdefault(trajectory.sample_id, trajectory)
         count = len(self._prompts)
         if len(self._returned) < count * len(self._temperatures):
-            return
+            return True
         ordered = [self._returned[i] for i in sorted(self._returned)]
         samples = {t: tuple(ordered[k * count : (k + 1) * count]) for k, t in enumerate(self._temperatures)}
         self._finished.append(Evaluation(self._jobs.popleft(), samples))
         if self._jobs:
             self._begin()
+        return True
 
     def collect(self) -> list[Evaluation]:
         """Evaluations finished since the last call."""

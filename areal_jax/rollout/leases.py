@@ -36,12 +36,14 @@ class LeaseHolders:
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
         self._holders: dict[str, _Holder] = {}
+        self._past: dict[str, SamplerStats] = {}
 
     def meet(self, report: Report, version: int) -> list[Lease]:
         """A sampler reports; one that was started again has lost what its last incarnation held."""
         holder = self._holders.get(report.sampler)
         lost = []
         if holder is not None and holder.incarnation != report.incarnation:
+            self._past[f"{report.sampler} until {holder.incarnation}"] = holder.stats
             lost = self.lose(report.sampler)
             holder = None
         if holder is None:
@@ -84,4 +86,5 @@ class LeaseHolders:
         return {holder.announced for holder in self._holders.values()}
 
     def stats(self) -> dict[str, SamplerStats]:
-        return {name: holder.stats for name, holder in self._holders.items()}
+        """Of every incarnation of every sampler, those that are gone included."""
+        return self._past | {name: holder.stats for name, holder in self._holders.items()}

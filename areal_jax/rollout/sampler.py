@@ -6,6 +6,8 @@ It holds no state worth saving: what it was leased is issued again if it dies.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import time
 import uuid
 from typing import Any
@@ -19,6 +21,11 @@ from areal_jax.transport.trajectories import Link
 from areal_jax.transport.weights import WeightChannel
 from areal_jax.types import Lease, PolicySnapshot, Prompt, Trajectory
 
+NO_VERSION = -1
+"""Of parameters that no trainer published: every published version is newer."""
+
+log = logging.getLogger(__name__)
+
 
 class Sampler:
     """Runs a training engine, and beside it an evaluation engine while an evaluation is under way."""
@@ -29,7 +36,9 @@ class Sampler:
         self._link: Link | None = None
         self._engine: Engine | None = None
         self._evaluation: Engine | None = None
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, Lease] = {}  # by sample id, of the samples being drawn
+        self._backlog: list[Lease] = []  # need newer weights than are here
+        self._run = ""
         self._outbox: list[Trajectory] = []
         self._credits = 0
         self._sequence = 0
@@ -73,39 +82,62 @@ class Sampler:
         sent = training[: self._credits] + [t for t in self._outbox if t.evaluation]
         slots = self._program.config.slots
         evaluating = self._evaluation.unfinished if self._evaluation else 0
+        waiting = sum(len(lease.sample_ids) for lease in self._backlog)
         self._sequence += 1
         report = Report(
             self._name,
             self._incarnation,
+            self._run,
             self._sequence,
             version=engine.version,
-            want=max(0, slots - engine.unfinished - len(training)),
+            want=max(0, slots - engine.unfinished - len(training) - waiting),
             want_evaluation=slots - evaluating,
             trajectories=tuple(sent),
             stats=self._stats,
         )
         reply = link.exchange(report)
+        if reply.run != self._run:
+            engine = self._forget(reply.run)
         acknowledged = {t.sample_id for t in sent}
         self._outbox = [t for t in self._outbox if t.sample_id not in acknowledged]
         self._credits = reply.credits
+        self._backlog += reply.leases
         if reply.version > engine.version:
-            began = time.monotonic()
-            engine.set_params(self._channel.load(reply.version, self._program.model.abstract_params))
-            took = time.monotonic() - began
-            self._add(busy_seconds=took, swaps=1, swap_seconds=took)
-        for lease in reply.leases:
+            self._swap(engine, reply.version)
+        ready = [lease for lease in self._backlog if lease.min_version <= engine.version]
+        self._backlog = [lease for lease in self._backlog if lease.min_version > engine.version]
+        for lease in ready:
             self._accept(lease, engine)
         return reply.stop
 
+    def _swap(self, engine: Engine, version: int) -> None:
+        """Loads the weights; if they are gone already (this sampler was given up), the next reply names newer ones."""
+        began = time.monotonic()
+        try:
+            snapshot = self._channel.load(version, self._program.model.abstract_params)
+        except KeyError as error:
+            log.warning("%s; waiting for a newer one", error)
+            return
+        engine.set_params(snapshot)
+        took = time.monotonic() - began
+        self._add(busy_seconds=took, swaps=1, swap_seconds=took)
+
+    def _forget(self, run: str) -> Engine:
+        """The trainer was started anew: what was drawn for its last run, and its weights, are worth nothing."""
+        assert self._engine is not None
+        self._run, self._evaluation = run, None
+        self._leases, self._backlog, self._outbox, self._credits = {}, [], [], 0
+        self._engine = Engine(self._program, PolicySnapshot(NO_VERSION, self._engine.snapshot.params), self._seed)
+        return self._engine
+
     def _accept(self, lease: Lease, engine: Engine) -> None:
-        if lease.min_version > engine.version:
-            raise RuntimeError(f"a lease needs version {lease.min_version}; the newest published is {engine.version}")
-        requests = [Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in lease.sample_ids]
-        self._leases |= dict.fromkeys(lease.sample_ids, lease)
-        if lease.pinned_version is None:
-            engine.submit(requests)
-        else:
-            self._evaluation_engine(lease.pinned_version, engine).submit(requests)
+        target, ids = engine, lease.sample_ids
+        if lease.pinned_version is not None:
+            target = self._evaluation_engine(lease.pinned_version, engine)
+        else:  # a sampler that was given up and is back may be leased what it is still drawing
+            ids = tuple(i for i in ids if i not in self._leases)
+        self._leases |= dict.fromkeys(ids, lease)
+        target.submit([Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in ids])
 
     def _evaluation_engine(self, version: int, engine: Engine) -> Engine:
         """An engine beside the training one, with the same compiled programs, fixed to one version."""
@@ -134,6 +166,11 @@ class Grader:
     def __call__(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Trajectory:
         response = completion.tokens[len(completion.request.prompt) :]
         text = self._tokenizer.decode(response, skip_special_tokens=True)
+        reward = self._environment.step(prompt, text, completion.finish_reason)
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"the reward of {text!r} for the prompt {prompt.text!r} is {reward}; expected a finite number"
+            )
         return Trajectory(
             sample_id=completion.request.sample_id,
             prompt_id=prompt.prompt_id,
@@ -142,6 +179,6 @@ class Grader:
             policy_versions=completion.policy_versions,
             loss_mask=(completion.policy_versions >= 0).astype(np.float32),
             finish_reason=completion.finish_reason,
-            reward=self._environment.step(prompt, text, completion.finish_reason),
+            reward=reward,
             evaluation=evaluation,
         )

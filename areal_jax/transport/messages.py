@@ -50,6 +50,8 @@ class Report:
     sampler: str
     incarnation: str
     """New with every start of the process, so that a restarted sampler's old leases are issued again."""
+    run: str
+    """The trainer's run that the trajectories were drawn for; '' before the first reply."""
     sequence: int
     """Counts this incarnation's reports from 1; a report sent again keeps its number."""
     version: int
@@ -67,6 +69,8 @@ class Reply:
     """To a sampler: acknowledges the report of the same sequence number, trajectories included."""
 
     sequence: int
+    run: str
+    """New with every start of the trainer: a sampler that meets another run drops all it holds."""
     version: int
     """The newest published policy version."""
     leases: tuple[Lease, ...]
@@ -88,9 +92,11 @@ def decode_report(data: bytes, limits: Limits) -> Report:
         report = Report(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise ProtocolError(f"malformed report: {error}") from error
-    names = (report.sampler, report.incarnation)
-    if not all(0 < len(name) <= 128 for name in names) or min(report.want, report.want_evaluation) < 0:
-        raise ProtocolError("malformed report: sampler, incarnation or want")
+    _require_types(report)
+    if not all(len(name) <= 128 for name in (report.sampler, report.incarnation, report.run)) or not report.sampler:
+        raise ProtocolError("malformed report: its sampler, incarnation or run is no short name")
+    if min(report.want, report.want_evaluation) < 0:
+        raise ProtocolError("malformed report: it wants less than nothing")
     return report
 
 
@@ -99,9 +105,11 @@ def decode_reply(data: bytes, limits: Limits) -> Reply:
     fields = _unpack(data, limits)
     try:
         fields["leases"] = tuple(_lease(x, limits) for x in fields["leases"])
-        return Reply(**fields)
+        reply = Reply(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise ProtocolError(f"malformed reply: {error}") from error
+    _require_types(reply)
+    return reply
 
 
 def _unpack(data: bytes, limits: Limits) -> dict[str, Any]:
@@ -114,6 +122,28 @@ def _unpack(data: bytes, limits: Limits) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ProtocolError("not a msgpack map")
     return fields
+
+
+SCALARS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+    "FinishReason": (str,),
+}
+"""Annotation -> what msgpack may have made of it."""
+
+
+def _require_types(record: Any) -> None:
+    """Raises ProtocolError for a field of another type than its annotation says; looks into records and tuples."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(item):
+                _require_types(item)
+            elif not isinstance(value, tuple) and not isinstance(item, SCALARS.get(str(field.type), object)):
+                raise ProtocolError(f"{type(record).__name__}.{field.name} is {item!r}; expected {field.type}")
 
 
 def _encode_array(value: Any) -> Any:

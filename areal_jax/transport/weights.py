@@ -84,7 +84,12 @@ class OrbaxChannel:
         path = self._directory / str(version)
         if not path.is_dir():
             raise KeyError(f"policy version {version} is not in {self._directory}")
-        return PolicySnapshot(version, restore(self._checkpointer, path, abstract_params))
+        try:
+            return PolicySnapshot(version, restore(self._checkpointer, path, abstract_params))
+        except Exception as error:  # Orbax raises a bare Exception when the files go while it reads them
+            if path.is_dir():
+                raise
+            raise KeyError(f"policy version {version} was removed while it was read") from error
 
     def retire(self, keep: Iterable[int]) -> None:
         available = [int(p.name) for p in self._directory.iterdir() if p.name.isdigit()]
