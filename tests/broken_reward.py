@@ -1,7 +1,7 @@
 """A user's own config file that adds a reward, and whose reward has a bug: used by the tests of failures."""
 
 from areal_jax.rewards.math import REWARDS
-from configs import math as presets
+from tests import small_config
 
 
 def broken(prompt, response, finish_reason):
@@ -12,6 +12,6 @@ REWARDS["broken"] = broken
 
 
 def get_config(preset="tiny"):
-    c = presets.get_config(preset)
+    c = small_config.get_config(preset)
     c.reward.name = "broken"
     return c

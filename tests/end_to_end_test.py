@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from areal_jax.metrics import read_metrics
-from tests.helpers import ROOT, SMALL_RUN, environment, main_command, run_main
+from tests.helpers import ROOT, environment, main_command, run_main
 
-CONFIG = "--config=configs/math.py"
+CONFIG = "--config=tests/small_config.py"
 SUMMARY_KEYS = {
     "heldout_before", "heldout_after", "response_length_before", "response_length_after", "steps", "seconds_total",
     "seconds_warm_start", "trained_tokens_per_second", "generated_tokens_per_second", "trainer_busy", "sampler_busy",
@@ -33,7 +33,7 @@ def cache(tmp_path_factory):
 
 
 def run_small(workdir, cache, *overrides, config=CONFIG):
-    return run_main(config, f"--config.workdir={workdir}", cache, *SMALL_RUN, *overrides)
+    return run_main(config, f"--config.workdir={workdir}", cache, *overrides)
 
 
 def summary_of(workdir):
@@ -95,6 +95,7 @@ def check_outputs(workdir):
         states = ("leased", "finished", "queued", "trained", "dropped")
         assert r["ledger/issued"] == sum(r[f"ledger/{s}"] for s in states)
         assert r["ledger/trained"] == 16 * r["version"]
+        assert r["optimizer/grad_norm"] > 0  # else nothing below says anything about training
     evaluations = [r["version"] for r in records if r["kind"] == "evaluation"]
     assert evaluations == [0, 2, 3]
     assert all(json.loads(line)["versions"][0] >= 0 for line in (workdir / "samples.jsonl").read_text().splitlines())
@@ -122,7 +123,7 @@ def test_colocated_runs_twice_bit_identical(tmp_path, cache):
 
 
 def test_staleness_zero_is_synchronous_training_bit_for_bit(tmp_path, cache):
-    overrides = [*SMALL_RUN, cache, "--config.optimizer.learning_rate=1e-3"]
+    overrides = [cache, "--config.optimizer.learning_rate=1e-3"]
     kind = ["--config.rollout.max_staleness=0", "--config.launch.kind=colocated"]
     done = run_main(CONFIG, *overrides, *kind, f"--config.workdir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
@@ -157,7 +158,7 @@ def test_local_at_staleness_zero_is_on_policy(tmp_path, cache):
 
 
 def test_roles_started_by_hand(tmp_path, cache):
-    common = (CONFIG, f"--config.workdir={tmp_path / 'run'}", cache, *SMALL_RUN)
+    common = (CONFIG, f"--config.workdir={tmp_path / 'run'}", cache)
     start = functools.partial(subprocess.Popen, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -175,7 +176,7 @@ def test_roles_started_by_hand(tmp_path, cache):
 def running(workdir, cache, *overrides):
     """A local run under way, after its first step; killed at the end."""
     overrides = ("--config.trainer.steps=400", "--config.evaluation.every_steps=0", *overrides)
-    command = main_command(CONFIG, f"--config.workdir={workdir}", cache, *SMALL_RUN, *overrides)
+    command = main_command(CONFIG, f"--config.workdir={workdir}", cache, *overrides)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

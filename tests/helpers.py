@@ -17,28 +17,6 @@ from areal_jax.types import PROMPT_VERSION, Trajectory
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = TransformerConfig(vocab_size=17, layers=2, d_model=16, heads=4, kv_heads=2, head_dim=8, d_ff=32)
 
-SMALL_RUN = [
-    "--config.model.layers=1",
-    "--config.model.d_model=32",
-    "--config.model.heads=2",
-    "--config.model.kv_heads=2",
-    "--config.model.d_ff=32",
-    "--config.rollout.slots=16",
-    "--config.rollout.group_size=4",
-    "--config.rollout.queue_capacity=64",
-    "--config.trainer.batch_prompts=4",
-    "--config.trainer.micro_batch_rows=4",
-    "--config.trainer.steps=3",
-    "--config.warm_start.skill_updates=4",
-    "--config.warm_start.check_every=4",
-    "--config.warm_start.habit_updates=2",
-    "--config.warm_start.validation_problems=8",
-    "--config.data.heldout_problems=12",
-    "--config.evaluation.every_steps=2",
-    "--config.checkpoint.every_steps=2",
-]
-"""Overrides that shrink a run to seconds."""
-
 
 def one_device_mesh():
     return sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1])

@@ -1,6 +1,6 @@
 """Plain synchronous RL, without admission, ledger, queue, channel or versions: the reference for max_staleness 0.
 
-    python -m tests.synchronous OUTPUT.npz --config=configs/math.py ...
+    python -m tests.synchronous OUTPUT.npz --config=tests/small_config.py ...
 
 Draws a whole batch under fixed parameters, updates, repeats; saves the final parameters. It shares the engine and the
 train step with the program (a slot is filled in the same order), and nothing of what makes the program asynchronous.

@@ -60,7 +60,6 @@ class Coordinator:
         self._stream_state: dict[str, Any] | None = None
         self._queue = GroupQueue(self._ledger)
         self._batch: list[Trajectory] = []
-        self._unleased: collections.deque[Lease] = collections.deque()
         self._holders = LeaseHolders(config.lease_timeout_seconds)
         self.duplicates = 0
         self._heard = time.monotonic()
@@ -73,11 +72,13 @@ class Coordinator:
             self._drawn.append(self._source())
         with self._changed:
             self._heard = time.monotonic()
-            self._give_back(self._holders.meet(report, self._version))
+            self._holders.meet(report, self._version)
             if report.run == self.run:  # what was drawn for another run of the trainer is not ours
                 for trajectory in report.trajectories:
                     self._receive(trajectory)
-            self._give_back(self._holders.expire())
+            self._holders.expire()
+            for lease in self._holders.lost_evaluations():
+                self._board.give_back(lease)
             leases = self._grant(report.want, report.want_evaluation)
             self._holders.grant(report.sampler, leases, self._version)
             self._ledger.check()
@@ -103,22 +104,13 @@ class Coordinator:
             return leases
         for wanted, source in (
             (want_evaluation, self._board.grant),
-            (want, lambda: self._lost_lease() or self._new_group()),
+            (want, lambda: self._holders.lost_lease(self._ledger.is_leased) or self._new_group()),
         ):
             granted = 0
             while granted < wanted and (lease := source()) is not None:
                 leases.append(lease)
                 granted += len(lease.sample_ids)
         return leases
-
-    def _lost_lease(self) -> Lease | None:
-        """A lease that was lost, less the samples that have come in since."""
-        while self._unleased:
-            lease = self._unleased.popleft()
-            left = tuple(i for i in lease.sample_ids if self._ledger.is_leased(i))
-            if left:
-                return dataclasses.replace(lease, sample_ids=left)
-        return None
 
     def _new_group(self) -> Lease | None:
         size = self.config.group_size
@@ -132,14 +124,6 @@ class Coordinator:
 
     def _lease(self, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
         return Lease(prompt, ids, min_version, None, self.config.temperature, self.config.max_new_tokens)
-
-    def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Leases of a lost sampler are issued again."""
-        for lease in leases:
-            if lease.pinned_version is not None:
-                self._board.give_back(lease)
-            else:
-                self._unleased.append(lease)
 
     # --- the training loop's side ---
 
@@ -203,7 +187,7 @@ class Coordinator:
     def silence_seconds(self) -> float:
         """Since any sampler was heard of, or since the start."""
         with self._changed:
-            self._give_back(self._holders.expire())
+            self._holders.expire()
             return time.monotonic() - self._heard
 
     def needed_versions(self) -> set[int]:
@@ -254,4 +238,4 @@ class Coordinator:
             self._queue = GroupQueue(self._ledger)
             for group in map(Group.restore, saved["groups"]):
                 self._queue.open(group)
-                self._unleased.append(self._lease(group.prompt, group.sample_ids, self._version))
+                self._holders.add_lost(self._lease(group.prompt, group.sample_ids, self._version))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.types import Lease
@@ -30,46 +31,55 @@ class _Holder:
 class LeaseHolders:
     """The samplers that have reported, and their leases. Not thread-safe: its owner locks.
 
-    The methods that find a sampler lost return the leases that it held.
+    What a lost sampler held waits here to be leased again: `lost_lease` and `lost_evaluations`.
     """
 
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
         self._holders: dict[str, _Holder] = {}
         self._past: dict[str, SamplerStats] = {}
+        self._lost: collections.deque[Lease] = collections.deque()
 
-    def meet(self, report: Report, version: int) -> list[Lease]:
+    def meet(self, report: Report, version: int) -> None:
         """A sampler reports; one that was started again has lost what its last incarnation held."""
         holder = self._holders.get(report.sampler)
-        lost = []
         if holder is not None and holder.incarnation != report.incarnation:
             self._past[f"{report.sampler} until {holder.incarnation}"] = holder.stats
-            lost = self.lose(report.sampler)
+            self._lose(report.sampler)
             holder = None
         if holder is None:
             holder = _Holder(report.incarnation, 0.0, version, report.stats)
             self._holders[report.sampler] = holder
         holder.last_seen, holder.stats = time.monotonic(), report.stats
-        return lost
 
-    def lose(self, sampler: str) -> list[Lease]:
-        holder = self._holders.pop(sampler, None)
-        return holder.leases() if holder is not None else []
-
-    def expire(self) -> list[Lease]:
+    def expire(self) -> None:
         """Gives up samplers that have been silent for longer than the timeout."""
         late = time.monotonic() - self._timeout_seconds
-        lost: list[Lease] = []
         for name in [n for n, holder in self._holders.items() if holder.last_seen < late]:
-            leases = self.lose(name)
-            log.warning(
-                "sampler %s has not been heard of for %.0f s: issuing its %d leases again",
-                name,
-                self._timeout_seconds,
-                len(leases),
-            )
-            lost += leases
-        return lost
+            log.warning("sampler %s is silent for over %.0f s: leasing again", name, self._timeout_seconds)
+            self._lose(name)
+
+    def lost_lease(self, is_out: Callable[[int], bool]) -> Lease | None:
+        """A training lease that was lost, with those of its samples that are still out."""
+        while self._lost:
+            lease = self._lost.popleft()
+            left = tuple(i for i in lease.sample_ids if is_out(i))
+            if left:
+                return dataclasses.replace(lease, sample_ids=left)
+        return None
+
+    def lost_evaluations(self) -> list[Lease]:
+        """The evaluation leases that were lost since the last call."""
+        found = [lease for lease in self._lost if lease.pinned_version is not None]
+        self._lost = collections.deque(lease for lease in self._lost if lease.pinned_version is None)
+        return found
+
+    def add_lost(self, lease: Lease) -> None:
+        """A lease that nobody holds (of a resumed run)."""
+        self._lost.append(lease)
+
+    def _lose(self, sampler: str) -> None:
+        self._lost += self._holders.pop(sampler).leases()
 
     def grant(self, sampler: str, leases: Sequence[Lease], version: int) -> None:
         """The sampler's reply carries these leases and announces this version."""
