@@ -71,7 +71,7 @@ def main() -> None:
     common.write_csv(options.output / "runs.csv", rows)
     common.write_csv(options.output / "curves.csv", curves)
     plot(options.output, rows, curves)
-    report(options.output, rows)
+    report(options.output, rows, curves)
 
 
 def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) -> None:
@@ -81,7 +81,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
     styles = {"tiny": (0, "tab:blue", "-"), "tiny, shuffled rewards": (0, "tab:gray", "--")}
     styles["tiny-skill"] = (1, "tab:green", "-")
     for condition, (panel, color, line) in styles.items():
@@ -107,21 +107,26 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     for panel in panels:
         panel.set(xlabel="training step (policy version)", ylim=(0, 1))
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False)
     for suffix in ("png", "svg"):
         figure.savefig(directory / f"learning_curves.{suffix}", dpi=130)
     plt.close(figure)
 
 
-def report(directory: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+def report(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) -> None:
     lines = []
     for condition in CONDITIONS:
         gains = [r["heldout_after"] - r["heldout_before"] for r in rows if r["condition"] == condition]
         low, high = common.bootstrap_interval(gains)
+        highest = ", ".join(
+            f"{max(c['sampled'] for c in curves if (c['condition'], c['seed']) == (condition, r['seed'])):.3f}"
+            for r in rows
+            if r["condition"] == condition
+        )
         each = ", ".join(f"{g:+.3f}" for g in gains)
         lines.append(
             f"- {condition}: gain in held-out accuracy {each} by seed; mean {sum(gains) / len(gains):+.3f}, 95 % "
-            f"bootstrap interval over seeds {low:+.3f} to {high:+.3f}."
+            f"bootstrap interval over seeds {low:+.3f} to {high:+.3f}; highest point of each curve {highest}."
         )
     body = "\n".join(lines) + "\n\n![curves](learning_curves.png)\n\n" + common.markdown_table(rows)
     common.write_report(directory, "Learning curves", "python -m experiments.learning_curves", body)
