@@ -81,7 +81,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
     styles = {"tiny": (0, "tab:blue", "-"), "tiny, shuffled rewards": (0, "tab:gray", "--")}
     styles["tiny-skill"] = (1, "tab:green", "-")
     for condition, (panel, color, line) in styles.items():
@@ -107,7 +107,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     for panel in panels:
         panel.set(xlabel="training step (policy version)", ylim=(0, 1))
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False)
     for suffix in ("png", "svg"):
         figure.savefig(directory / f"learning_curves.{suffix}", dpi=130)
     plt.close(figure)
