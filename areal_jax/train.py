@@ -361,6 +361,9 @@ class _Served:
     def start(self) -> None:
         self._server = ZmqServer(self._coordinator.exchange, self._address, self._limits)
         replace_text(self._endpoint, json.dumps({"address": self._server.address}))
+        while not self._coordinator.sampler_stats():  # samplers compile meanwhile: the clock of RL starts after it
+            self._check()
+            time.sleep(0.02)
 
     def wait_for_batch(self, version: int) -> list[Trajectory]:
         while (batch := self._coordinator.take_batch(version, timeout=0.5)) is None:
