@@ -105,6 +105,3 @@ def restore(checkpointer: ocp.Checkpointer, path: pathlib.Path, abstract: Any) -
     """Reads a tree saved by `checkpointer`, each array with the dtype and sharding of its place in `abstract`."""
     args = ocp.checkpoint_utils.construct_restore_args(abstract)
     return checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args))
-
-
-CHANNELS = {"memory": MemoryChannel, "orbax": OrbaxChannel}
