@@ -61,18 +61,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     version, books = 0, None
     started_from = warm_start.WarmStart(None, 0.0, 0, cached=False)
     warm_start_began = time.monotonic()
-    if checkpoints.versions():
-        version = checkpoints.versions()[-1]
-        emit({"kind": "stage", "text": f"resuming after step {version}"})
-        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), model, optimizer))
-        truncate_metrics(workdir, version)
-        metrics = MetricsFile(workdir)
-        emit = fan_out([metrics.write, emit])
-        started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
+    saved = checkpoints.versions()
+    if saved:
+        truncate_metrics(workdir, saved[-1])
     else:
         clear_metrics(workdir)
-        metrics = MetricsFile(workdir)
-        emit = fan_out([metrics.write, emit])
+    metrics = MetricsFile(workdir)
+    emit = fan_out([metrics.write, emit])
+    if saved:
+        version = saved[-1]
+        emit({"kind": "stage", "text": f"resuming after step {version}"})
+        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), model, optimizer))
+        started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
+    else:
         if config.warm_start.enabled:
             data = warm_start.Data(sources["train"], sources["validation"], tokenizer)
             started_from = _warm_start(config, model, program, grader, data, emit)
