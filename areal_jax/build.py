@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -9,14 +10,34 @@ import jax
 import ml_collections
 
 from areal_jax import sharding
-from areal_jax.data import arithmetic, tokenizer
+from areal_jax.config import SHAPE_KEYS
+from areal_jax.data import arithmetic
+from areal_jax.data.sources import Source, SourceConfig, open_source, without_first
+from areal_jax.data.templates import Template, TemplateConfig
+from areal_jax.data.tokenizer import build_character_tokenizer
 from areal_jax.environments.single_turn import ENVIRONMENTS
-from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.models import pretrained
+from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
 from areal_jax.rewards.math import REWARDS
-from areal_jax.rollout.engine import EngineConfig
-from areal_jax.rollout.sampler import Grader
+from areal_jax.rewards.pool import PoolConfig
+from areal_jax.rollout.engine import EngineConfig, Program, make_program
+from areal_jax.rollout.grading import Grader, GradingConfig
+from areal_jax.rollout.stopping import StopStrings
 from areal_jax.transport.messages import Limits
 from areal_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What is known of the policy before its weights are read."""
+
+    pretrained: pretrained.Pretrained | None
+    """Where it comes from; None for a new model."""
+    tokenizer: Any
+    config: TransformerConfig
+    """compute_dtype is still to be chosen, by the backend."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a response."""
 
 
 def cache_dir(config: ml_collections.ConfigDict) -> pathlib.Path:
@@ -24,17 +45,47 @@ def cache_dir(config: ml_collections.ConfigDict) -> pathlib.Path:
     return pathlib.Path(config.data.cache_dir or pathlib.Path.home() / ".cache" / "areal_jax").expanduser()
 
 
-def make_tokenizer(config: ml_collections.ConfigDict) -> Any:
-    del config  # the embedded task has one
-    return tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
+def find_policy(config: ml_collections.ConfigDict) -> Policy:
+    """The model that `config.model` names and its tokenizer. Raises UserError for what does not fit together."""
+    m = config.model
+    if not m.path:
+        tokenizer = build_character_tokenizer(arithmetic.ALPHABET)
+        shape = {k.removeprefix("model."): m[k.removeprefix("model.")] for k in SHAPE_KEYS if k != "model.rope_base"}
+        return Policy(
+            None,
+            tokenizer,
+            TransformerConfig(vocab_size=len(tokenizer), rope=Rope(m.rope_base), **shape),
+            (tokenizer.eos_token_id,),
+        )
+    found = pretrained.find(m.path, m.revision)
+    model_config = found.config()
+    tokenizer = pretrained.find_tokenizer(m.tokenizer) if m.tokenizer else found.tokenizer()
+    longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+    context = found.hf_config.get("max_position_embeddings")
+    if context and longest > context:
+        raise UserError(
+            f"rollout.max_prompt_length + max_response_length = {longest} tokens, and {m.path} was made for {context} "
+            "(max_position_embeddings): shorten them"
+        )
+    ids = {*found.stop_ids(), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    if not ids and not config.rollout.stop_strings:
+        raise UserError(
+            f"{m.path} names no end-of-sequence token, in its config or its tokenizer: set rollout.stop_strings"
+        )
+    return Policy(found, tokenizer, model_config, tuple(sorted(ids)))
 
 
-def make_model(config: ml_collections.ConfigDict, role: str, vocab_size: int) -> Model:
+def make_model(config: ml_collections.ConfigDict, role: str, policy: Policy) -> Model:
     """The policy on this process's mesh; role is 'trainer' or 'sampler'."""
     mesh = sharding.make_mesh(config.mesh[role].to_dict())
-    options = config.model.to_dict()
-    if options["compute_dtype"] == "auto":
-        options["compute_dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return model_on(mesh, config, role, policy, on_cpu=jax.default_backend() == "cpu")
+
+
+def model_on(mesh: Any, config: ml_collections.ConfigDict, role: str, policy: Policy, on_cpu: bool) -> Model:
+    """The policy on a given mesh. The trainer keeps float32 parameters, a sampler keeps them as it computes."""
+    dtype = config.model.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
     key, rows = {
         "trainer": ("trainer.micro_batch_rows", config.trainer.micro_batch_rows),
         "sampler": ("rollout.slots", config.rollout.slots),
@@ -42,10 +93,25 @@ def make_model(config: ml_collections.ConfigDict, role: str, vocab_size: int) ->
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % shards:
         raise UserError(f"{key} is {rows} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple")
-    return build_model(TransformerConfig(vocab_size=vocab_size, **options), mesh)
+    tensor = mesh.shape["tensor"]
+    for name in ("heads", "kv_heads", "d_ff"):
+        size = getattr(policy.config, name)
+        if size % tensor:
+            raise UserError(
+                f"mesh.{role}.tensor is {tensor} and does not divide the model's {name} = {size}: choose one that does"
+            )
+    model_config = dataclasses.replace(policy.config, compute_dtype=dtype)
+    return build_model(model_config, mesh, "float32" if role == "trainer" else dtype)
 
 
-def engine_config(config: ml_collections.ConfigDict, eos_id: int) -> EngineConfig:
+def make_sampling_program(config: ml_collections.ConfigDict, model: Model, policy: Policy) -> Program:
+    """The engine's functions, with the stop strings of the config."""
+    strings = tuple(config.rollout.stop_strings)
+    stop = StopStrings(strings, policy.tokenizer.decode) if strings else None
+    return make_program(model, engine_config(config, policy.stop_ids), stop)
+
+
+def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...]) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
     and for the prompt's length, half and all of the longest sequence."""
     r = config.rollout
@@ -59,13 +125,41 @@ def engine_config(config: ml_collections.ConfigDict, eos_id: int) -> EngineConfi
         chunk=r.chunk,
         row_ladder=tuple(rows),
         length_ladder=tuple(lengths),
-        eos_ids=(eos_id,),
+        eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
     )
 
 
-def make_grader(config: ml_collections.ConfigDict, tok: Any) -> Grader:
-    return Grader(ENVIRONMENTS[config.rollout.environment](REWARDS[config.reward.name]), tok)
+def make_grader(config: ml_collections.ConfigDict, policy: Policy) -> Grader:
+    r = config.reward
+    pool = PoolConfig(r.workers, r.timeout_seconds, r.memory_mb)
+    grading = GradingConfig(r.correct, r.incorrect, r.grade_truncated, pool)
+    return Grader(ENVIRONMENTS[config.rollout.environment](REWARDS[r.name]), policy.tokenizer, grading)
+
+
+def open_data(
+    config: ml_collections.ConfigDict, splits: set[str], policy: Policy
+) -> tuple[dict[str, Source], Template]:
+    """The problems of the splits, and the template of their prompts; its examples are taken out of 'train'."""
+    d = config.data
+    source_config = SourceConfig(
+        name=d.name, path=d.path, heldout_path=d.heldout_path, question_key=d.question_key, answer_key=d.answer_key,
+        train_split=d.train_split, validation_split=d.validation_split, test_split=d.test_split,
+        test_fraction=d.test_fraction, validation_fraction=d.validation_fraction, cache_dir=cache_dir(config),
+    )  # fmt: skip
+    sources = {split: open_source(source_config, split) for split in splits}
+    train = sources["train"]
+    if d.shots >= len(train):
+        raise UserError(
+            f"data.shots is {d.shots} and the training split has {len(train)} problems: take fewer examples"
+        )
+    template = Template(
+        TemplateConfig(d.template, d.question_format, d.shot_format, d.system_prompt),
+        policy.tokenizer,
+        [train[i] for i in range(d.shots)],
+        policy.config.vocab_size,
+    )
+    return sources | {"train": without_first(train, d.shots)}, template
 
 
 def limits(config: ml_collections.ConfigDict) -> Limits:

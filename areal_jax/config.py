@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_collections
 
-from areal_jax.data.prompts import DATASETS
+from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rl.advantages import ADVANTAGES
@@ -50,7 +50,13 @@ CHECKS: dict[str, Check] = {
     "model.norm_eps": POSITIVE,
     "model.logit_soft_cap": _at_least(0),
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
-    "data.name": _known(DATASETS),
+    "data.name": (lambda v: v.partition("/")[0] in SOURCES, "expected one of " + ", ".join(FORMS)),
+    "data.test_fraction": BELOW_ONE,
+    "data.validation_fraction": BELOW_ONE,
+    "data.template": _one_of("plain", "few_shot", "chat"),
+    "data.question_format": (lambda v: "{question}" in v, "expected text with {question} in it"),
+    "data.shots": _at_least(0),
+    "data.overlong": _one_of("refuse", "skip"),
     "data.heldout_problems": _at_least(1),
     "warm_start.seed": _at_least(-1),
     "warm_start.rows": _at_least(1),
@@ -74,7 +80,16 @@ CHECKS: dict[str, Check] = {
     "rollout.kv_on_update": _one_of("recompute", "keep"),
     "rollout.environment": _known(ENVIRONMENTS),
     "rollout.lease_timeout_seconds": POSITIVE,
+    "rollout.stop_strings": (
+        lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v),
+        "expected texts, none empty, such as ('\\n',)",
+    ),
     "reward.name": _known(REWARDS),
+    "reward.correct": POSITIVE,
+    "reward.incorrect": (lambda v: v <= 0, "expected at most 0"),
+    "reward.workers": _at_least(2),
+    "reward.timeout_seconds": POSITIVE,
+    "reward.memory_mb": _at_least(64),
     "advantage.name": _known(ADVANTAGES),
     "loss.name": _one_of("ppo", "decoupled_ppo", "staleness_ppo"),
     "loss.clip_low": FRACTION,
@@ -117,13 +132,34 @@ def validate(config: ml_collections.ConfigDict) -> None:
         value = flat[key]
         if (isinstance(value, float) and math.isnan(value)) or not holds(value):
             raise UserError(f"config.{key} is {value!r}: {expected}")
-    model, rollout, trainer = config.model, config.rollout, config.trainer
+    model, rollout, trainer, data = config.model, config.rollout, config.trainer, config.data
     samples = trainer.batch_prompts * rollout.group_size
     longest = rollout.max_prompt_length + rollout.max_response_length
     shards = config.mesh.trainer.data * config.mesh.trainer.fsdp
     for role in ("trainer", "sampler"):
         for axis, size in config.mesh[role].items():
             _require(size == -1 or size >= 1, f"mesh.{role}.{axis} is {size}: expected at least 1, or -1 for the rest")
+    _require(
+        (data.shots > 0) == (data.template == "few_shot") or data.template == "chat",
+        f"data.template is {data.template!r} and data.shots is {data.shots}: few_shot needs at least one example, plain "
+        "shows none",
+    )
+    _require(
+        data.test_fraction + data.validation_fraction < 1,
+        f"data.test_fraction {data.test_fraction} + validation_fraction {data.validation_fraction} leave no problems to "
+        "train on: their sum must be less than 1",
+    )
+    _require(
+        not config.warm_start.enabled or (data.name == "arithmetic" and data.template == "plain" and not model.path),
+        f"warm_start.enabled is True with model.path {model.path!r}, data.name {data.name!r} and data.template "
+        f"{data.template!r}: the supervised stages are of a new model on 'arithmetic' with plain prompts; set "
+        "warm_start.enabled=False",
+    )
+    _require(
+        bool(model.path) or data.name == "arithmetic",
+        f"model.path is empty and data.name is {data.name!r}: a new model knows the characters of 'arithmetic' only; "
+        "set model.path",
+    )
     _require(
         model.heads % model.kv_heads == 0,
         f"model.heads is {model.heads} and model.kv_heads {model.kv_heads}: heads must be a multiple of kv_heads",
@@ -161,11 +197,30 @@ def validate(config: ml_collections.ConfigDict) -> None:
     )
     for role in ("trainer", "sampler"):
         tensor = config.mesh[role].tensor
-        for key in ("heads", "kv_heads", "d_ff"):
+        for key in (
+            ("heads", "kv_heads", "d_ff") if not model.path else ()
+        ):  # a pretrained model's are checked once known
             _require(
                 tensor == -1 or (tensor > 0 and model[key] % tensor == 0),
                 f"mesh.{role}.tensor is {tensor} and does not divide model.{key} = {model[key]}",
             )
+
+
+SHAPE_KEYS = tuple(f"model.{key}" for key in (
+    "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "rope_base", "norm_eps", "qkv_bias", "qk_norm",
+    "tied_embeddings", "logit_soft_cap",
+))  # fmt: skip
+"""Keys of a new model."""
+
+
+def refuse_idle_overrides(config: ml_collections.ConfigDict, overrides: Mapping[str, Any]) -> None:
+    """Raises UserError for a shape that was asked for on the command line and would be ignored."""
+    for key in SHAPE_KEYS:
+        _require(
+            not config.model.path or key not in overrides,
+            f"config.{key} is set to {overrides.get(key)!r} and model.path is {config.model.path!r}: a pretrained "
+            "model's shape is its own; leave one of them out",
+        )
 
 
 def flatten(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from areal_jax.rollout.engine import Engine, Program, Request
-from areal_jax.rollout.sampler import Grader
+from areal_jax.rollout.grading import Grader, Grading
 from areal_jax.types import PolicySnapshot, Prompt, Trajectory
 
 
@@ -34,8 +34,8 @@ def answer(
     """One graded sample per prompt, drawn in this process, in the prompts' order."""
     engine = Engine(program, snapshot, seed)
     engine.submit([Request(i, p.tokens, max_new_tokens, temperature) for i, p in enumerate(prompts)])
-    done: dict[int, Trajectory] = {}
+    done: dict[int, Grading] = {}
     while engine.unfinished:
         for c in engine.step():
             done[c.request.sample_id] = grader(prompts[c.request.sample_id], c, True)
-    return [done[i] for i in range(len(prompts))]
+    return [done[i].result()[0] for i in range(len(prompts))]

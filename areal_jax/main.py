@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     try:
         config, overrides = _parse(argv)
         config_lib.validate(config)
+        config_lib.refuse_idle_overrides(config, overrides)
         if ROLE.value == "sampler" and not config.workdir:
             raise UserError("--role=sampler needs the trainer's --config.workdir, where the weights lie")
         workdir = workdir_lib.choose(config)

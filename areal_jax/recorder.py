@@ -85,6 +85,7 @@ class Recorder:
             "seconds_left": (now - self._began) / self._done * (self._steps - version),
             **named,
             **diagnostics.batch_metrics(batch, advantages),
+            "reward/timeouts": sum(s.grading_timeouts for s in self._coordinator.sampler_stats().values()),
             "queue/occupancy": occupancy,
             "queue/capacity": self._capacity,
             "queue/duplicates": self._coordinator.duplicates,

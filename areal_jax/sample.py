@@ -11,7 +11,6 @@ import ml_collections
 
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
-from areal_jax.rollout.engine import make_program
 from areal_jax.rollout.sampler import NO_VERSION, Sampler
 from areal_jax.transport.trajectories import ZmqLink
 from areal_jax.transport.weights import OrbaxChannel
@@ -26,10 +25,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
     """Samples until the trainer says stop. Raises ConnectionError if it is gone, UserError for bad settings."""
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
-    tokenizer = build.make_tokenizer(config)
-    model = build.make_model(config, "sampler", len(tokenizer))
-    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
-    grader = build.make_grader(config, tokenizer)
+    policy = build.find_policy(config)
+    model = build.make_model(config, "sampler", policy)
+    program = build.make_sampling_program(config, model, policy)
+    grader = build.make_grader(config, policy)
     channel = OrbaxChannel(workdir / "weights")
 
     # ---------------------------------------------------------------- warm up while the trainer does
@@ -54,6 +53,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
                 compiles.warm()
     finally:
         link.close()
+        grader.close()
 
 
 def _address(config: ml_collections.ConfigDict, workdir: pathlib.Path, timeout_seconds: float = 3600.0) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from areal_jax import build, warm_start
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import arithmetic, packing
-from areal_jax.data.prompts import RecordStream, fixed_prompts, make_prompt, open_source
+from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
 from areal_jax.metrics import Emit, MetricsFile, clear_metrics, fan_out, replace_text, truncate_metrics
 from areal_jax.models.transformer import Model
 from areal_jax.recorder import Recorder
@@ -23,15 +23,16 @@ from areal_jax.rl import diagnostics
 from areal_jax.rl.advantages import ADVANTAGES, whiten
 from areal_jax.rl.losses import LossConfig, uses_proximal
 from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
-from areal_jax.rollout.engine import Program, make_program
+from areal_jax.rollout.engine import Program
 from areal_jax.rollout.evaluation import EvaluationBoard
-from areal_jax.rollout.sampler import Grader, Sampler
+from areal_jax.rollout.grading import Grader
+from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
-from areal_jax.types import PolicySnapshot, Prompt, TrainBatch, Trajectory, UserError
+from areal_jax.types import PolicySnapshot, TrainBatch, Trajectory, UserError
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
@@ -42,17 +43,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
     emit({"kind": "stage", "text": "preparing data and model"})
-    tokenizer = build.make_tokenizer(config)
-    model = build.make_model(config, "trainer", len(tokenizer))
-    grader = build.make_grader(config, tokenizer)
-    cache = build.cache_dir(config)
-    sources = {
-        split: open_source(config.data.name, split, cache) for split in {"train", "validation", config.evaluation.split}
-    }
-    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
+    policy = build.find_policy(config)
+    model = build.make_model(config, "trainer", policy)
+    grader = build.make_grader(config, policy)
+    splits = {"train", config.evaluation.split} | ({"validation"} if config.warm_start.enabled else set())
+    sources, template = build.open_data(config, splits, policy)
+    program = build.make_sampling_program(config, model, policy)
     settings = _Settings(config)
+    longest, skip = config.rollout.max_prompt_length, config.data.overlong == "skip"
+    held_out = fixed_prompts(sources[config.evaluation.split], config.data.heldout_problems, template, longest, skip)
+    prompts = PromptStream(RecordStream(sources["train"], config.seed), template, longest, skip)
 
-    # ---------------------------------------------------------------- warm start, or where the run stopped
+    # ---------------------------------------------------------------- first weights, or where the run stopped
     checkpoints = Checkpoints(workdir / "checkpoints")
     optimizer = make_optimizer(settings.optimizer)
     programs = train_step.compile_programs(
@@ -75,20 +77,22 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
     else:
         if config.warm_start.enabled:
-            data = warm_start.Data(sources["train"], sources["validation"], tokenizer)
+            data = warm_start.Data(sources["train"], sources["validation"], policy.tokenizer)
             started_from = _warm_start(config, model, program, grader, data, emit)
-            state = train_step.init_state(started_from.params, model, optimizer)
+            params = started_from.params
+        elif policy.pretrained is not None:
+            emit({"kind": "stage", "text": f"reading {model.parameter_count():,} parameters of {config.model.path}"})
+            params = policy.pretrained.load_params(model)
         else:
-            state = train_step.init_state(model.init_params(config.seed), model, optimizer)
+            params = model.init_params(config.seed)
+        state = train_step.init_state(params, model, optimizer)
     seconds_warm_start = time.monotonic() - warm_start_began
     # ---------------------------------------------------------------- the ring
-    held_out = fixed_prompts(
-        sources[config.evaluation.split], config.data.heldout_problems, tokenizer, config.rollout.max_prompt_length
-    )
+    if books is not None and books["coordinator"]["stream"] is not None:
+        prompts.set_state(books["coordinator"]["stream"])
     temperatures = (config.evaluation.temperature, 0.0)
     board = EvaluationBoard(held_out, temperatures, config.rollout.max_response_length)
-    stream = RecordStream(sources["train"], config.seed)
-    coordinator = Coordinator(settings.coordinator, _Prompts(config, stream, tokenizer, books), board, version)
+    coordinator = Coordinator(settings.coordinator, prompts, board, version)
     if books is not None:
         coordinator.restore(books["coordinator"])
     channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
@@ -99,7 +103,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         ring = _InProcess(coordinator, channel, program, sampler)
     else:
         ring = _Served(config, workdir, coordinator, emit)
-    recorder = Recorder(config, workdir, tokenizer, held_out, coordinator, emit)
+    recorder = Recorder(config, workdir, policy.tokenizer, held_out, coordinator, emit)
     due = range(0, config.trainer.steps, config.evaluation.every_steps or config.trainer.steps)
     if version in due and not recorder.has_evaluated(version):
         coordinator.evaluate(version)
@@ -130,7 +134,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
                 version,
                 batch,
                 advantages,
-                stale | sums | {"optimizer/learning_rate": rate, "packing/efficiency": efficiency},
+                stale
+                | sums
+                | {"optimizer/learning_rate": rate, "packing/efficiency": efficiency, "data/skipped": prompts.skipped},
             )
             if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
                 ring.wait_for_evaluations(before=version)  # a resumed run could not make up for older ones
@@ -145,6 +151,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     finally:
         coordinator.stop()
         ring.close()
+        grader.close()
         metrics.close()
 
     # ---------------------------------------------------------------- what is left for the person
@@ -296,26 +303,6 @@ class _Settings:
     def empty_batch(self) -> TrainBatch:
         """A batch with the shapes of every batch of the run."""
         return packing.pack([], np.zeros(0), self._packer, self._micro_batches)
-
-
-class _Prompts:
-    """The coordinator's source: prompts of the stream, numbered on."""
-
-    def __init__(
-        self, config: ml_collections.ConfigDict, stream: RecordStream, tokenizer: Any, books: dict[str, Any] | None
-    ):
-        self._stream, self._tokenizer = stream, tokenizer
-        self._max_length = config.rollout.max_prompt_length
-        self._next_id = 0
-        if books is not None and books["coordinator"]["stream"] is not None:
-            saved = books["coordinator"]["stream"]
-            self._next_id = saved["next_id"]
-            stream.set_state(saved["grain"])
-
-    def __call__(self) -> tuple[Prompt, dict[str, Any]]:
-        prompt = make_prompt(next(self._stream), self._next_id, self._tokenizer, self._max_length)
-        self._next_id += 1
-        return prompt, {"next_id": self._next_id, "grain": self._stream.get_state()}
 
 
 class _InProcess:

@@ -12,7 +12,7 @@ import json
 import pathlib
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,10 +22,12 @@ import orbax.checkpoint as ocp
 from areal_jax import evaluate
 from areal_jax.data import packing
 from areal_jax.data.prompts import RecordStream, fixed_prompts
+from areal_jax.data.sources import Source
+from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.models.transformer import Model
 from areal_jax.rl.losses import LossConfig
 from areal_jax.rollout.engine import Program
-from areal_jax.rollout.sampler import Grader
+from areal_jax.rollout.grading import Grader
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.transport.weights import restore
@@ -73,8 +75,8 @@ Progress = Callable[[str, int, int, dict[str, float]], None]
 class Data:
     """What the stages read."""
 
-    train: Sequence[dict[str, Any]]
-    validation: Sequence[dict[str, Any]]
+    train: Source
+    validation: Source
     tokenizer: Any
 
 
@@ -89,7 +91,8 @@ def warm_start(
     optimizer = make_optimizer(OptimizerConfig())
     programs = train_step.compile_programs(model, optimizer, LossConfig("sft"), 1.0, examples.next_batch(0.0))
     params = model.init_params(config.seed)
-    validation = fixed_prompts(data.validation, config.validation_problems, data.tokenizer, config.max_prompt_length)
+    template = Template(TemplateConfig(), data.tokenizer)
+    validation = fixed_prompts(data.validation, config.validation_problems, template, config.max_prompt_length, False)
 
     def run(state: train_step.TrainState, rate: float, direct: float) -> tuple[train_step.TrainState, dict[str, float]]:
         batch = train_step.place(examples.next_batch(direct), model)

@@ -14,6 +14,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.seed = 0  # int >= 0: initialisation, order of problems, sampling
 
     c.model = ml_collections.ConfigDict()
+    c.model.path = ""  # a Hugging Face directory, a hub name or a .gguf file; '': a new model of the shape below
+    c.model.revision = ""  # of a model on the hub: branch, tag or commit; '' is its default
+    c.model.tokenizer = ""  # a directory or a name on the hub; '' takes the model's own
+    # the shape of a new model; with model.path it comes from there
     c.model.layers = 2  # >= 1
     c.model.d_model = 128  # features, >= 1
     c.model.heads = 8  # query heads, a multiple of kv_heads
@@ -29,7 +33,22 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.compute_dtype = "auto"  # auto | float32 | bfloat16; auto is float32 on a CPU, bfloat16 elsewhere
 
     c.data = ml_collections.ConfigDict()
-    c.data.name = "arithmetic"  # a name in areal_jax.data.prompts.DATASETS
+    c.data.name = "arithmetic"  # arithmetic | two_digit_addition | jsonl | tfds/NAME | reasoning_gym/TASK
+    c.data.path = ""  # jsonl: the training file, .jsonl or .jsonl.gz
+    c.data.heldout_path = ""  # jsonl: the test file; '' holds out test_fraction of the questions, by hash
+    c.data.test_fraction = 0.1  # jsonl without heldout_path: share of the questions held out for tests, in [0, 1)
+    c.data.validation_fraction = 0.05  # jsonl: share of the questions in the validation split, in [0, 1)
+    c.data.question_key = "question"  # jsonl, tfds: where a record has the question
+    c.data.answer_key = "answer"  # jsonl, tfds: and the answer, alone, after '####' or in the last \boxed{}
+    c.data.train_split = "train"  # tfds: name of the split, slices such as train[:90%] included
+    c.data.validation_split = "validation"  # tfds
+    c.data.test_split = "test"  # tfds
+    c.data.template = "plain"  # plain | few_shot | chat (the tokenizer's chat template)
+    c.data.system_prompt = ""  # chat: the system message; otherwise text before everything else
+    c.data.question_format = "{question}"  # text of one problem
+    c.data.shots = 0  # few_shot, chat: solved examples, the first ones of the training split, >= 0
+    c.data.shot_format = " {answer}\n\n"  # text after an example's question: {answer}, {solution}
+    c.data.overlong = "refuse"  # refuse | skip: prompts of more than rollout.max_prompt_length tokens
     c.data.cache_dir = ""  # for generated data and warm starts; '' is ~/.cache/areal_jax
     c.data.heldout_problems = 600  # problems that evaluations use, >= 1
 
@@ -57,13 +76,20 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
     c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
+    c.rollout.stop_strings = ()  # text that ends a response; the tokens up to and including the match are kept
     c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change
     c.rollout.environment = "single_turn"  # a name in areal_jax.environments.single_turn.ENVIRONMENTS
     c.rollout.queue_capacity = 2048  # samples in complete groups; >= one batch. When full, samplers wait
     c.rollout.lease_timeout_seconds = 60.0  # silence after which a sampler's samples are issued again, > 0
 
     c.reward = ml_collections.ConfigDict()
-    c.reward.name = "exact_answer"  # a name in areal_jax.rewards.math.REWARDS
+    c.reward.name = "exact_answer"  # a name in areal_jax.rewards.math.REWARDS: exact_answer | math
+    c.reward.correct = 1.0  # the reward of a right answer, > 0
+    c.reward.incorrect = 0.0  # and of a wrong one, <= 0
+    c.reward.grade_truncated = False  # whether a response cut at max_response_length may be right
+    c.reward.workers = 2  # processes for answers that need symbolic comparison, >= 2
+    c.reward.timeout_seconds = 2.0  # after which such a grade is killed and counts as wrong, > 0
+    c.reward.memory_mb = 1024  # of one such process, >= 64
     c.reward.shuffle = False  # control experiment: permute the rewards of each batch, so that they carry no signal
 
     c.advantage = ml_collections.ConfigDict()

@@ -23,7 +23,38 @@ def tiny_skill() -> ml_collections.ConfigDict:
     return c
 
 
-PRESETS = {"tiny": tiny, "tiny-skill": tiny_skill}
+def smollm2_135m() -> ml_collections.ConfigDict:
+    """SmolLM2-135M on two-digit addition, four examples in the prompt: a real model on a laptop, in under an hour."""
+    c = default.get_config()
+    c.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    c.warm_start.enabled = False
+    c.data.name = "two_digit_addition"
+    c.data.template = "few_shot"
+    c.data.question_format = "Q: {question}\nA:"
+    c.data.shots = 4
+    c.data.heldout_problems = 200
+    c.reward.name = "math"
+    c.rollout.max_prompt_length = 96
+    c.rollout.max_response_length = 16
+    c.rollout.stop_strings = ("\n",)
+    c.rollout.slots = 32
+    c.rollout.chunk = 4
+    c.rollout.max_staleness = 2.0
+    c.rollout.queue_capacity = 256
+    c.trainer.steps = 30
+    c.trainer.batch_prompts = 8
+    c.trainer.minibatches = 1
+    c.trainer.row_length = 272  # three sequences of about 88 tokens
+    c.trainer.micro_batch_rows = 2
+    c.optimizer.learning_rate = 1e-5
+    c.optimizer.final_learning_rate = 1e-5
+    c.optimizer.warmup_steps = 5
+    c.evaluation.every_steps = 10
+    c.checkpoint.every_steps = 10
+    return c
+
+
+PRESETS = {"tiny": tiny, "tiny-skill": tiny_skill, "smollm2-135m": smollm2_135m}
 
 
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:

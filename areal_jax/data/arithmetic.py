@@ -6,7 +6,8 @@ column written with two digits), and a short direct answer:
     worked   7+6+0=13;4+8+1=13;3+5+1=09#933
     direct   #933
 
-n follows a truncated geometric law from 2 to 6, so that lengths have a tail. Which split a problem belongs to is a
+n follows a truncated geometric law from 2 to 6, so that lengths have a tail. A second, smaller task is for models that
+can already read: all sums of two two-digit numbers, as `34 + 58`, with the same splits. Which split a problem belongs to is a
 function of its unordered pair of operands: train, validation and test are disjoint by construction, `a+b` and `b+a`
 included.
 """
@@ -27,6 +28,7 @@ from areal_jax.types import UserError
 
 MIN_DIGITS, MAX_DIGITS, GEOMETRIC_P = 2, 6, 0.2
 SPLIT_SIZES = {"train": 20_000, "validation": 400, "test": 600}
+TASKS = ("arithmetic", "two_digit_addition")
 ALPHABET = "0123456789+=;#"
 DATASET_SEED = 20_250_524  # of the generator; a run's seed only orders the problems
 VERSION = "1.0.0"
@@ -81,10 +83,21 @@ def generate(split: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def two_digit_sums(split: str) -> Iterator[dict[str, Any]]:
+    """Every unordered pair of two-digit numbers of the split, once, shuffled."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if split_of(a, b) == split]
+    rng = np.random.default_rng([DATASET_SEED, sorted(SPLIT_SIZES).index(split), 2])
+    for index in rng.permutation(len(pairs)):
+        a, b = pairs[index][:: 1 if rng.random() < 0.5 else -1]
+        answer = str(a + b)
+        yield {"prompt": f"{a} + {b}", "worked": worked_solution(a, b), "direct": answer, "answer": answer}
+
+
 class ArealArithmetic(tfds.core.GeneratorBasedBuilder):
-    """Column addition with worked solutions (see the module's docstring)."""
+    """Both tasks (see the module's docstring)."""
 
     VERSION = tfds.core.Version(VERSION)
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in TASKS]  # noqa: RUF012 - the library's form
 
     def _info(self) -> tfds.core.DatasetInfo:
         fields = dict.fromkeys(("prompt", "worked", "direct", "answer"), tfds.features.Text())
@@ -94,23 +107,25 @@ class ArealArithmetic(tfds.core.GeneratorBasedBuilder):
         return {split: self._generate_examples(split) for split in SPLIT_SIZES}
 
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        yield from enumerate(generate(split))
+        problems = generate if self.builder_config.name == "arithmetic" else two_digit_sums
+        yield from enumerate(problems(split))
 
 
-def load(split: str, cache_dir: pathlib.Path) -> Sequence[dict[str, Any]]:
-    """The split as a random-access source over array_record files, written on first use.
+def load(split: str, cache_dir: pathlib.Path, task: str = "arithmetic") -> Sequence[dict[str, Any]]:
+    """The split of a task of TASKS as a random-access source over array_record files, written on first use.
 
     Raises UserError when the files are damaged, naming the directory to delete.
     """
     directory = cache_dir / "tfds"
     tfds.disable_progress_bar()
     try:
-        builder = ArealArithmetic(data_dir=str(directory), file_format="array_record")
+        builder = ArealArithmetic(config=task, data_dir=str(directory), file_format="array_record")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints that it downloads, which it does not
             builder.download_and_prepare()
         source = builder.as_data_source(split=split)
-        if len(source) != SPLIT_SIZES[split]:
-            raise ValueError(f"{len(source)} records where {SPLIT_SIZES[split]} were written")
+        written = builder.info.splits[split].num_examples
+        if len(source) != written:
+            raise ValueError(f"{len(source)} records where {written} were written")
         for index in (0, len(source) - 1):
             source[index]
     except (ValueError, RuntimeError, IndexError, OSError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import pathlib
 from typing import Any
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -23,11 +22,6 @@ def build_character_tokenizer(alphabet: str) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN
     )
-
-
-def load_tokenizer(path: str | pathlib.Path) -> Any:
-    """A tokenizer from a directory written by `save_pretrained`."""
-    return _transformers().AutoTokenizer.from_pretrained(str(path))
 
 
 def _transformers() -> Any:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from areal_jax.rewards.math import Outcome, RewardFunction
 from areal_jax.types import FinishReason, Prompt
-
-RewardFunction = Callable[[Prompt, str, FinishReason], float]
 
 
 class Environment(Protocol):
     """Grades a response. A multi-turn environment may answer with more tokens before it gives its reward."""
 
-    def step(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> float:
-        """The reward of the response, which ends the episode."""
+    def step(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Outcome:
+        """The outcome of the response, which ends the episode: a reward, a verdict or a question for the pool."""
 
 
 class SingleTurn:
@@ -23,8 +22,8 @@ class SingleTurn:
     def __init__(self, reward: RewardFunction):
         self._reward = reward
 
-    def step(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> float:
-        return float(self._reward(prompt, response, finish_reason))
+    def step(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Outcome:
+        return self._reward(prompt, response, finish_reason)
 
 
 ENVIRONMENTS: dict[str, Callable[[RewardFunction], Environment]] = {"single_turn": SingleTurn}

@@ -1,18 +1,21 @@
 """One decoder-only transformer with the options that the common families need.
 
 RMSNorm (arXiv 1910.07467), rotary positions in the half-split layout (2104.09864), grouped-query attention
-(2305.13245), SwiGLU (2002.05202), optional QKV bias, QK norm, tied embeddings and logit soft cap. Three ways through
-the same weights: the packed full forward (training), prefill (keys and values of a prompt) and decode (one token per
-slot).
+(2305.13245), gated feed-forward (2002.05202), and as options biases, QK norm, sliding windows, post-norms, tied
+embeddings and a logit soft cap. Which family needs which is in `families.py`. Three ways through the same weights: the
+packed full forward (training), prefill (keys and values of a prompt) and decode (one token per slot).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -22,6 +25,43 @@ from areal_jax.models.kv_cache import KVCache, LayerKV
 from areal_jax.types import Params
 
 MASKED = -1e30  # added to masked attention scores; finite, so that an all-masked (padding) row has no NaN
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary frequencies: feature pair i of a head of H features turns by base^(-2i/H) radians a position.
+
+    kind 'linear' divides all frequencies by `factor`. 'llama3' divides those whose wavelength is over
+    original_length / low_freq_factor, leaves those under original_length / high_freq_factor, and blends between
+    (Llama 3.1's long-context scaling).
+    """
+
+    base: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+    """Tokens; the context length before scaling."""
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """float32 [H/2]: radians per position."""
+        plain = self.base ** (-np.arange(0, head_dim, 2) / head_dim)
+        if self.kind == "default":
+            return plain.astype(np.float32)
+        if self.kind == "linear":
+            return (plain / self.factor).astype(np.float32)
+        turns = self.original_length * plain / (2 * math.pi)  # in the original context
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(blend, 0.0, 1.0)
+        return (kept * plain + (1 - kept) * plain / self.factor).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +75,37 @@ class TransformerConfig:
     kv_heads: int
     head_dim: int
     d_ff: int
-    rope_base: float = 10_000.0
+    rope: Rope = Rope()
     norm_eps: float = 1e-6
     qkv_bias: bool = False
+    o_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
     logit_soft_cap: float = 0.0
     """logits <- cap * tanh(logits / cap); 0 is off."""
+    activation: str = "silu"
+    """A name in ACTIVATIONS."""
+    query_scale: float = 0.0
+    """Attention scores are multiplied by it; 0 is head_dim ** -0.5."""
+    windows: tuple[int, ...] = ()
+    """Per layer: a token attends to this many positions, its own included; 0 is all. () is all in every layer."""
+    window_rope: Rope | None = None
+    """The rotary frequencies of layers with a window, if they have their own."""
+    post_norms: bool = False
+    """Norms on the outputs of attention and feed-forward, before they are added (Gemma)."""
+    norm_offset: float = 0.0
+    """Norms multiply by norm_offset + scale (Gemma: 1)."""
+    embedding_scale: bool = False
+    """Embeddings are multiplied by sqrt(d_model) (Gemma)."""
     compute_dtype: str = "float32"
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def layer_rope(self, layer: int) -> Rope:
+        return self.window_rope if self.window(layer) and self.window_rope else self.rope
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: sharding.Axes, fan_in: int) -> nnx.Param:
@@ -50,23 +113,28 @@ def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: sharding.Axes, fan_in: 
     return nnx.Param(value, logical_axes=axes)
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32."""
+def _zeros(shape: tuple[int, ...], axes: sharding.Axes) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32), logical_axes=axes)
 
-    def __init__(self, size: int, eps: float, axes: sharding.Axes = ("norm",)):
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), logical_axes=axes)
-        self.eps = eps
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * (offset + scale), in float32."""
+
+    def __init__(self, size: int, config: TransformerConfig, axes: sharding.Axes = ("norm",)):
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - self.offset, jnp.float32), logical_axes=axes)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...]).astype(x.dtype)
+        scale = self.scale[...] + self.offset if self.offset else self.scale[...]
+        return (normed * scale).astype(x.dtype)
 
 
-def rope(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], base: float) -> Float[Array, "B T N H"]:
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: np.ndarray
+) -> Float[Array, "B T N H"]:
     """Rotary embedding, half-split layout: feature i is rotated with feature i + H/2."""
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -79,11 +147,12 @@ def attend(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    scale: float,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention; scores and softmax in float32. N is a multiple of K."""
+    """Grouped-query attention; scores (times `scale`) and softmax in float32. N is a multiple of K."""
     b, t, n, h = q.shape
     grouped = q.reshape(b, t, k.shape[1], n // k.shape[1], h)  # [B, T, K, G, H]
-    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * h**-0.5
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(b, t, n, h)
@@ -92,20 +161,22 @@ def attend(
 class Attention(nnx.Module):
     """Projections of grouped-query attention; the attention itself is `attend`."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh | None, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh | None, rngs: nnx.Rngs):
         d, n, k, h = config.d_model, config.heads, config.kv_heads, config.head_dim
         self.q = _param(rngs, (d, n, h), ("embed", "heads", "head_dim"), d)
         self.k = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
         self.v = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
         self.o = _param(rngs, (n, h, d), ("heads", "head_dim", "embed"), n * h * 2 * config.layers)
         if config.qkv_bias:
-            self.q_bias = nnx.Param(jnp.zeros((n, h), jnp.float32), logical_axes=("heads", "head_dim"))
-            self.k_bias = nnx.Param(jnp.zeros((k, h), jnp.float32), logical_axes=("kv_heads", "head_dim"))
-            self.v_bias = nnx.Param(jnp.zeros((k, h), jnp.float32), logical_axes=("kv_heads", "head_dim"))
+            self.q_bias = _zeros((n, h), ("heads", "head_dim"))
+            self.k_bias = _zeros((k, h), ("kv_heads", "head_dim"))
+            self.v_bias = _zeros((k, h), ("kv_heads", "head_dim"))
+        if config.o_bias:
+            self.o_bias = _zeros((d,), ("norm",))
         if config.qk_norm:
-            self.q_norm = RMSNorm(h, config.norm_eps, ("head_dim",))
-            self.k_norm = RMSNorm(h, config.norm_eps, ("head_dim",))
-        self.config, self.mesh = config, mesh
+            self.q_norm = RMSNorm(h, config, ("head_dim",))
+            self.k_norm = RMSNorm(h, config, ("head_dim",))
+        self.config, self.layer, self.mesh = config, layer, mesh
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -118,49 +189,66 @@ class Attention(nnx.Module):
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rope(q, positions, self.config.rope_base)
-        k = rope(k, positions, self.config.rope_base)
+        frequencies = self.config.layer_rope(self.layer).frequencies(self.config.head_dim)
+        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         q = sharding.constrain(q, self.mesh, ("batch", "length", "heads", "head_dim"))
         k = sharding.constrain(k.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "length", "head_dim"))
         v = sharding.constrain(v.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "length", "head_dim"))
         return q, k, v
 
     def merge(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+        merged = jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+        return merged + self.o_bias[...].astype(x.dtype) if self.config.o_bias else merged
 
 
-class SwiGLU(nnx.Module):
-    """(silu(x W_gate) * x W_up) W_down."""
+class GatedFeedForward(nnx.Module):
+    """(act(x W_gate) * x W_up) W_down: SwiGLU with silu, GeGLU with gelu."""
 
     def __init__(self, config: TransformerConfig, mesh: Mesh | None, rngs: nnx.Rngs):
         d, f = config.d_model, config.d_ff
         self.gate = _param(rngs, (d, f), ("embed", "mlp"), d)
         self.up = _param(rngs, (d, f), ("embed", "mlp"), d)
         self.down = _param(rngs, (f, d), ("mlp", "embed"), f * 2 * config.layers)
-        self.mesh = mesh
+        if config.mlp_bias:
+            self.gate_bias, self.up_bias = _zeros((f,), ("mlp",)), _zeros((f,), ("mlp",))
+            self.down_bias = _zeros((d,), ("norm",))
+        self.config, self.mesh = config, mesh
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate, up = x @ self.gate[...].astype(x.dtype), x @ self.up[...].astype(x.dtype)
-        hidden = sharding.constrain(jax.nn.silu(gate) * up, self.mesh, ("batch", "length", "mlp"))
-        return hidden @ self.down[...].astype(x.dtype)
+        if self.config.mlp_bias:
+            gate, up = gate + self.gate_bias[...].astype(x.dtype), up + self.up_bias[...].astype(x.dtype)
+        hidden = ACTIVATIONS[self.config.activation](gate) * up
+        hidden = sharding.constrain(hidden, self.mesh, ("batch", "length", "mlp"))
+        out = hidden @ self.down[...].astype(x.dtype)
+        return out + self.down_bias[...].astype(x.dtype) if self.config.mlp_bias else out
 
 
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward, each with a residual."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh | None, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config, mesh, rngs)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = SwiGLU(config, mesh, rngs)
-        self.mesh = mesh
+    def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh | None, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config)
+        self.attention = Attention(config, layer, mesh, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config)
+        self.mlp = GatedFeedForward(config, mesh, rngs)
+        if config.post_norms:
+            self.attention_post_norm = RMSNorm(config.d_model, config)
+            self.mlp_post_norm = RMSNorm(config.d_model, config)
+        self.config, self.layer, self.mesh = config, layer, mesh
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
         return self.attention.project(self.attention_norm(x), positions)
 
-    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        x = x + self.attention.merge(attended)
-        x = x + self.mlp(self.mlp_norm(x))
+    def finish(
+        self, x: Float[Array, "B T D"], q: Array, k: Array, v: Array, masks: dict[int, Bool[Array, "B T S"]]
+    ) -> Float[Array, "B T D"]:
+        """Attends (masks: by the layer's window) and goes on to the next layer's input."""
+        scale = self.config.query_scale or self.config.head_dim**-0.5
+        merged = self.attention.merge(attend(q, k, v, masks[self.config.window(self.layer)], scale))
+        x = x + (self.attention_post_norm(merged) if self.config.post_norms else merged)
+        fed = self.mlp(self.mlp_norm(x))
+        x = x + (self.mlp_post_norm(fed) if self.config.post_norms else fed)
         return sharding.constrain(x, self.mesh, ("batch", "length", "feature"))
 
 
@@ -170,8 +258,8 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, mesh: Mesh | None, rngs: nnx.Rngs):
         d = config.d_model
         self.embedding = _param(rngs, (config.vocab_size, d), ("vocab", "embed"), d)
-        self.layers = nnx.List([Block(config, mesh, rngs) for _ in range(config.layers)])
-        self.final_norm = RMSNorm(d, config.norm_eps)
+        self.layers = nnx.List([Block(config, i, mesh, rngs) for i in range(config.layers)])
+        self.final_norm = RMSNorm(d, config)
         if not config.tied_embeddings:
             self.head = _param(rngs, (d, config.vocab_size), ("embed", "vocab"), d)
         self.config, self.mesh = config, mesh
@@ -188,11 +276,12 @@ class Transformer(nnx.Module):
         """The packed forward, with the keys and values [B, K, T, H] of every layer."""
         causal = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
         mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, T]
+        masks = self._windowed(mask, positions[:, :, None] - positions[:, None, :])
         x = self._embed(tokens)
         keys_values = []
         for layer in self.layers:
             q, k, v = layer.project(x, positions)
-            x = layer.finish(x, attend(q, k, v, mask))
+            x = layer.finish(x, q, k, v, masks)
             keys_values.append(LayerKV(k, v))
         return self.final_norm(x), keys_values
 
@@ -201,7 +290,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B D"], KVCache]:
         """One token per cache row: writes its keys and values at `positions`, attends to everything up to there."""
         rows = jnp.arange(tokens.shape[0])
-        mask = (jnp.arange(cache.length)[None, :] <= positions[:, None])[:, None, :]  # [B, 1, S]
+        behind = (positions[:, None] - jnp.arange(cache.length)[None, :])[:, None, :]  # [B, 1, S]
+        masks = self._windowed(behind >= 0, behind)
         x = self._embed(tokens[:, None])
         layers = []
         for layer, kv in zip(self.layers, cache.layers, strict=True):
@@ -211,7 +301,7 @@ class Transformer(nnx.Module):
                 kv.v.at[rows, :, positions].set(v[:, :, 0].astype(kv.v.dtype)),
             )
             layers.append(kv)
-            x = layer.finish(x, attend(q, kv.k, kv.v, mask))
+            x = layer.finish(x, q, kv.k, kv.v, masks)
         return self.final_norm(x)[:, 0], KVCache(layers)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -225,8 +315,15 @@ class Transformer(nnx.Module):
             logits = self.config.logit_soft_cap * jnp.tanh(logits / self.config.logit_soft_cap)
         return logits
 
+    def _windowed(self, mask: Array, behind: Array) -> dict[int, Array]:
+        """The mask of every window that a layer has; `behind` is how far back a key lies, in positions."""
+        windows = {self.config.window(i) for i in range(self.config.layers)}
+        return {w: mask & (behind < w) if w else mask for w in windows}
+
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         x = self.embedding[...].astype(self.config.compute_dtype)[tokens]
+        if self.config.embedding_scale:
+            x = x * jnp.asarray(self.config.d_model**0.5, x.dtype)
         return sharding.constrain(x, self.mesh, ("batch", "length", "feature"))
 
 
@@ -249,7 +346,8 @@ class Model:
         """Fresh parameters, created directly in their shards."""
 
         def create() -> Params:
-            return nnx.to_pure_dict(nnx.state(Transformer(self.config, self.mesh, nnx.Rngs(params=seed))))
+            params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.mesh, nnx.Rngs(params=seed))))
+            return jax.tree.map(lambda p, like: p.astype(like.dtype), params, self.abstract_params)
 
         return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))()
 
@@ -257,17 +355,24 @@ class Model:
         return sum(x.size for x in jax.tree.leaves(self.abstract_params))
 
 
-def build_model(config: TransformerConfig, mesh: Mesh) -> Model:
-    """Traces the transformer's structure; allocates nothing."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, mesh, nnx.Rngs(params=0))))
+def build_model(config: TransformerConfig, mesh: Mesh, param_dtype: str = "float32") -> Model:
+    """Traces the transformer's structure; allocates nothing.
+
+    mesh: an AbstractMesh, which has no devices, will do as long as nothing is run.
+    param_dtype: of matrices and biases; the scales of norms stay float32.
+    """
+    concrete = mesh if isinstance(mesh, Mesh) else None
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, concrete, nnx.Rngs(params=0))))
     axes = nnx.to_pure_dict(
         jax.tree.map(
             lambda v: v.replace(v.get_metadata("logical_axes")), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
     )
-    abstract = jax.tree.map(
-        lambda x, a: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.parameter_sharding(mesh, x.shape, a)),
-        nnx.to_pure_dict(state),
-        axes,
+
+    def abstract(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, a: sharding.Axes) -> jax.ShapeDtypeStruct:
+        dtype = jnp.float32 if path[-1].key == "scale" else jnp.dtype(param_dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding.parameter_sharding(mesh, x.shape, a))
+
+    return Model(
+        config, mesh, graphdef, jax.tree_util.tree_map_with_path(abstract, nnx.to_pure_dict(state), axes), axes
     )
-    return Model(config, mesh, graphdef, abstract, axes)

@@ -21,6 +21,7 @@ from areal_jax import sharding
 from areal_jax.models.kv_cache import KVCache, empty_cache
 from areal_jax.models.transformer import Model
 from areal_jax.rollout.sampling import sample_tokens, token_keys
+from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PROMPT_VERSION, FinishReason, PolicySnapshot
 
 
@@ -89,10 +90,16 @@ class Program(NamedTuple):
     refill: Callable[..., SlotState]
     decode: Callable[..., tuple[SlotState, jax.Array]]
     take: Callable[..., Any]
+    recent: Callable[..., jax.Array]
+    deactivate: Callable[..., SlotState]
+    stop: StopStrings | None
 
 
-def make_program(model: Model, config: EngineConfig) -> Program:
-    """Defines (does not yet compile) the functions of an engine for `model`."""
+def make_program(model: Model, config: EngineConfig, stop: StopStrings | None = None) -> Program:
+    """Defines (does not yet compile) the functions of an engine for `model`.
+
+    stop: ends a response by its text, besides config.eos_ids; looked for on the host after each chunk.
+    """
     eos = np.asarray(config.eos_ids, np.int32)
 
     def place(
@@ -156,9 +163,20 @@ def make_program(model: Model, config: EngineConfig) -> Program:
         buffers = (state.tokens, state.logprobs, state.versions, state.lengths)
         return tuple(b.at[slots].get(mode="fill", fill_value=0) for b in buffers)
 
+    def recent(state: SlotState) -> jax.Array:
+        """The last tokens of every slot, [S, chunk + stop.window]: enough to find a stop string in the newest chunk."""
+        back = jnp.arange(config.chunk + (stop.window if stop else 0))[::-1]  # ..., 1, 0
+        return jnp.take_along_axis(state.tokens, jnp.maximum(0, state.lengths[:, None] - 1 - back), axis=1)
+
+    def deactivate(state: SlotState, slots: Any) -> SlotState:
+        return state._replace(active=state.active.at[slots].set(False, mode="drop"))
+
     return Program(
         model,
         config,
+        stop=stop,
+        recent=jax.jit(recent),
+        deactivate=jax.jit(deactivate, donate_argnums=0),
         place=jax.jit(place, donate_argnums=0),
         refill=jax.jit(refill, donate_argnums=1, static_argnums=3),
         decode=jax.jit(decode, donate_argnums=1),
@@ -176,6 +194,7 @@ class Engine:
         self.generated_tokens = 0
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * self.config.slots
+        self._searched = [0] * self.config.slots  # length up to which a slot's text holds no stop string
         self._state = self._empty_state(seed)
 
     @property
@@ -196,6 +215,8 @@ class Engine:
             for length in self.config.length_ladder:
                 self._state = self.program.refill(self.snapshot.params, self._state, slots, length)
             jax.block_until_ready(self.program.take(self._state, slots))
+            self._state = self.program.deactivate(self._state, slots)
+        jax.block_until_ready(self.program.recent(self._state))
         self._decode(min_active=0)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -223,8 +244,29 @@ class Engine:
             return []
         free_before_return = max(1, self.config.slots // 8)
         self._decode(min_active=self.config.slots - free_before_return if self._waiting else 0)
+        cut = self._stopped_by_text() if self.program.stop else {}
         active = np.asarray(self._state.active)
-        return self._harvest([i for i, r in enumerate(self._slots) if r is not None and not active[i]])
+        finished = [i for i, r in enumerate(self._slots) if r is not None and (i in cut or not active[i])]
+        return self._harvest(finished, cut)
+
+    def _stopped_by_text(self) -> dict[int, int]:
+        """Slot -> its length up to the end of a stop string, for those in which one has turned up; ends their decoding."""
+        stop = self.program.stop
+        assert stop is not None
+        recent, lengths = np.asarray(self.program.recent(self._state)), np.asarray(self._state.lengths)
+        cut = {}
+        for slot, request in enumerate(self._slots):
+            if request is None:
+                continue
+            length, new = int(lengths[slot]), int(lengths[slot]) - self._searched[slot]
+            tokens = recent[slot, -min(recent.shape[1], length - len(request.prompt)) :]
+            kept = stop.first_match(tokens, new) if new else None
+            if kept is not None:
+                cut[slot] = length - len(tokens) + kept
+            self._searched[slot] = length
+        for _, slots in self._padded(list(cut)):
+            self._state = self.program.deactivate(self._state, slots)
+        return cut
 
     def _admit(self) -> None:
         free = [i for i, r in enumerate(self._slots) if r is None]
@@ -234,6 +276,7 @@ class Engine:
             self._place(requests[start : start + len(slots)], slots)
         for slot, request in zip(chosen, requests, strict=True):
             self._slots[slot] = request
+            self._searched[slot] = len(request.prompt)
         self._refill(chosen)
 
     def _place(self, requests: Sequence[Request], slots: np.ndarray) -> None:
@@ -262,26 +305,30 @@ class Engine:
         )
         self.decoded_slot_steps += int(steps) * self.config.slots
 
-    def _harvest(self, finished: list[int]) -> list[Completion]:
+    def _harvest(self, finished: list[int], cut: dict[int, int]) -> list[Completion]:
         completions = []
         for start, slots in self._padded(finished):
             rows = [np.asarray(b) for b in self.program.take(self._state, slots)]
             for i, slot in enumerate(finished[start : start + len(slots)]):
                 request = self._slots[slot]
                 assert request is not None
-                completions.append(self._completion(request, *(b[i] for b in rows)))
+                tokens, logprobs, versions, length = (b[i] for b in rows)
+                whole = (request, tokens, logprobs, versions, cut.get(slot, int(length)))
+                completions.append(self._completion(*whole, cut=slot in cut))
                 self._slots[slot] = None
         return completions
 
-    def _completion(self, request: Request, tokens: Any, logprobs: Any, versions: Any, length: Any) -> Completion:
+    def _completion(
+        self, request: Request, tokens: Any, logprobs: Any, versions: Any, length: int, cut: bool
+    ) -> Completion:
         prompt_length = len(request.prompt)
-        response = slice(prompt_length, int(length))
-        self.generated_tokens += int(length) - prompt_length
-        stopped = int(tokens[int(length) - 1]) in self.config.eos_ids
+        response = slice(prompt_length, length)
+        self.generated_tokens += length - prompt_length
+        stopped = cut or int(tokens[length - 1]) in self.config.eos_ids
         head = np.zeros(prompt_length)
         return Completion(
             request,
-            tokens=tokens[: int(length)].copy(),
+            tokens=tokens[:length].copy(),
             behaviour_logprobs=np.concatenate([head, logprobs[response]]).astype(np.float32),
             policy_versions=np.concatenate([head + PROMPT_VERSION, versions[response]]).astype(np.int32),
             finish_reason="stop" if stopped else "length",

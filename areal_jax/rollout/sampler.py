@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 import uuid
 from typing import Any
 
-import numpy as np
-
-from areal_jax.environments.single_turn import Environment
 from areal_jax.rollout.engine import Completion, Engine, Program, Request
+from areal_jax.rollout.grading import Grader, Grading
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.transport.trajectories import Link
 from areal_jax.transport.weights import WeightChannel
-from areal_jax.types import Lease, PolicySnapshot, Prompt, Trajectory
+from areal_jax.types import Lease, PolicySnapshot, Trajectory
 
 NO_VERSION = -1
 """Of parameters that no trainer published: every published version is newer."""
+
+GRADING_SECONDS = 0.005
+"""How long a turn that has nothing to decode waits for a grade."""
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Sampler:
         self._leases: dict[int, Lease] = {}  # by sample id, of the samples being drawn
         self._backlog: list[Lease] = []  # need newer weights than are here
         self._run = ""
+        self._grading: list[Grading] = []
         self._outbox: list[Trajectory] = []
         self._credits = 0
         self._sequence = 0
@@ -63,12 +64,16 @@ class Sampler:
         began = time.monotonic()
         engines = [e for e in (self._engine, self._evaluation) if e is not None and e.unfinished]
         for engine in engines:
-            self._outbox += [self._graded(c) for c in engine.step()]
+            self._grading += [self._grade(c) for c in engine.step()]
+        worked = bool(engines or self._grading)
+        if not engines and self._grading:
+            self._grading[0].wait(GRADING_SECONDS)
+        self._collect_grades()
         if self._evaluation is not None and not self._evaluation.unfinished:
             self._evaluation = None
         if engines:
             self._add(busy_seconds=time.monotonic() - began)
-        return bool(engines), stop
+        return worked, stop
 
     def _exchange(self, engine: Engine, link: Link, compiles_after_warmup: int) -> bool:
         self._stats = dataclasses.replace(
@@ -82,7 +87,7 @@ class Sampler:
         sent = training[: self._credits] + [t for t in self._outbox if t.evaluation]
         slots = self._program.config.slots
         evaluating = self._evaluation.unfinished if self._evaluation else 0
-        waiting = sum(len(lease.sample_ids) for lease in self._backlog)
+        waiting = sum(len(lease.sample_ids) for lease in self._backlog) + len(self._grading)
         self._sequence += 1
         report = Report(
             self._name,
@@ -126,7 +131,7 @@ class Sampler:
         """The trainer was started anew: what was drawn for its last run, and its weights, are worth nothing."""
         assert self._engine is not None
         self._run, self._evaluation = run, None
-        self._leases, self._backlog, self._outbox, self._credits = {}, [], [], 0
+        self._leases, self._backlog, self._grading, self._outbox, self._credits = {}, [], [], [], 0
         self._engine = Engine(self._program, PolicySnapshot(NO_VERSION, self._engine.snapshot.params), self._seed)
         return self._engine
 
@@ -148,37 +153,22 @@ class Sampler:
             self._evaluation = Engine(self._program, pinned, self._seed)
         return self._evaluation
 
-    def _graded(self, completion: Completion) -> Trajectory:
+    def _grade(self, completion: Completion) -> Grading:
         lease = self._leases.pop(completion.request.sample_id)
         return self._grader(lease.prompt, completion, lease.pinned_version is not None)
+
+    def _collect_grades(self) -> None:
+        """Moves what has its reward to the outbox, in the order in which it was drawn."""
+        unfinished = []
+        for grading in self._grading:
+            if not grading.done():
+                unfinished.append(grading)
+                continue
+            trajectory, timed_out = grading.result()
+            self._outbox.append(trajectory)
+            self._add(graded=1, grading_timeouts=int(timed_out))
+        self._grading = unfinished
 
     def _add(self, **increments: Any) -> None:
         values = {k: getattr(self._stats, k) + v for k, v in increments.items()}
         self._stats = dataclasses.replace(self._stats, **values)
-
-
-class Grader:
-    """Completion -> Trajectory: decodes the response and asks the environment for its reward."""
-
-    def __init__(self, environment: Environment, tokenizer: Any):
-        self._environment, self._tokenizer = environment, tokenizer
-
-    def __call__(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Trajectory:
-        response = completion.tokens[len(completion.request.prompt) :]
-        text = self._tokenizer.decode(response, skip_special_tokens=True)
-        reward = self._environment.step(prompt, text, completion.finish_reason)
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"the reward of {text!r} for the prompt {prompt.text!r} is {reward}; expected a finite number"
-            )
-        return Trajectory(
-            sample_id=completion.request.sample_id,
-            prompt_id=prompt.prompt_id,
-            tokens=completion.tokens,
-            behaviour_logprobs=completion.behaviour_logprobs,
-            policy_versions=completion.policy_versions,
-            loss_mask=(completion.policy_versions >= 0).astype(np.float32),
-            finish_reason=completion.finish_reason,
-            reward=reward,
-            evaluation=evaluation,
-        )

@@ -41,6 +41,10 @@ class SamplerStats:
     swaps: int = 0
     swap_seconds: float = 0.0
     compiles_after_warmup: int = 0
+    graded: int = 0
+    """Training and evaluation samples."""
+    grading_timeouts: int = 0
+    """Grades that were killed or ran out of time; they count as wrong."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""The processes of the grading pool: a nursery that has imported the symbolic grader, and the workers it forks.
+
+    python -m areal_jax.rewards.grader ADDRESS MEMORY_MB SECONDS
+
+The nursery forks a worker for every line on its standard input and ends when that closes. A worker connects to ADDRESS,
+says its process id and then answers (reference, answer, boxed) with True or False until the connection closes. Forking
+takes milliseconds; importing sympy takes a second. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Client
+
+STACK_FRAMES = 3000  # a parser that recurses deeper raises RecursionError: the answer is wrong
+
+
+def judge(reference: str, answer: str, boxed: bool) -> bool:
+    """Whether math-verify finds the answer equal to the reference."""
+    import math_verify
+
+    gold = math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+    found = math_verify.parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
+    return bool(math_verify.verify(gold, found, timeout_seconds=None))
+
+
+def work(address: str, memory_mb: int, seconds: float) -> None:
+    """A worker's life. It has memory_mb to itself, and ends itself should a grade take much longer than `seconds` of
+    processor time: its parent, which kills it then, may be gone."""
+    used = _address_space()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (memory_mb << 20),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.setrecursionlimit(STACK_FRAMES)
+    os.nice(5)  # decoding goes first
+    with Client(address) as connection:
+        connection.send(os.getpid())
+        while True:
+            try:
+                question = connection.recv()
+            except EOFError:
+                return
+            spent = math.ceil(sum(os.times()[:2]))
+            resource.setrlimit(resource.RLIMIT_CPU, (spent + math.ceil(seconds) + 2, resource.RLIM_INFINITY))
+            try:
+                verdict = judge(*question)
+            except Exception:  # math-verify and sympy raise anything on text that is no mathematics: it is not equal
+                verdict = False
+            connection.send(verdict)
+
+
+def _address_space() -> int:
+    """Bytes mapped by this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def main(address: str, memory_mb: int, seconds: float) -> None:
+    import logging
+
+    import math_verify  # noqa: F401 - workers inherit it
+    import sympy  # noqa: F401
+
+    logging.disable(logging.CRITICAL)  # it warns about every text that it cannot parse
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    judge("x+1", "1+x", boxed=True)  # what is imported late is imported now
+    for _ in sys.stdin.buffer:
+        if os.fork() == 0:
+            status = 1
+            try:
+                os.close(0)
+                work(address, memory_mb, seconds)
+                status = 0
+            finally:
+                os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,281 @@
+"""Symbolic grading in worker processes that can be killed, so that no answer can hang, eat or stall anything else.
+
+Questions wait in two lines. What looks harmless goes first and always finds a worker; what looks as if it might take
+for ever (towers of powers, factorials, deep nesting, sheer length) never has more than all workers but one, and is given
+up `timeout_seconds` after it was asked even if its turn has not come. So every grade is back in bounded time, and
+ordinary ones do not notice the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+
+from areal_jax.rewards.math import Question
+
+STARTUP_SECONDS = 60.0
+MAX_NURSERIES = 5  # deaths of the nursery before the pool gives up
+
+_SUSPICIOUS = re.compile(
+    r"!|\*\*|\^[^^]{0,40}\^|\^\s*\{?\s*-?\d{3,}|\d{40,}|\\(?:int|sum|prod|lim|binom|infty|Gamma)|[^\x00-\x7f]"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolConfig:
+    """The keys of `config.reward` that bound the pool."""
+
+    workers: int = 2
+    """Grades at once, at least 2; one more process is kept warm."""
+    timeout_seconds: float = 2.0
+    memory_mb: int = 1024
+    """Of one worker, beside what it starts with."""
+
+
+def looks_hostile(question: Question) -> bool:
+    """Whether a question goes into the line of those that may take for ever."""
+    text = question.answer
+    if len(text) > (300 if question.boxed else 2000) or _SUSPICIOUS.search(text):
+        return True
+    depth = deepest = 0
+    for character in text:
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
+        deepest = max(deepest, depth)
+    return deepest > 10
+
+
+@dataclasses.dataclass
+class _Job:
+    question: Question
+    hostile: bool
+    asked: float
+    future: concurrent.futures.Future[bool | None]
+
+
+@dataclasses.dataclass
+class _Worker:
+    connection: Connection
+    pid: int
+    job: _Job | None = None
+    started: float = 0.0
+
+
+class GradingPool:
+    """Starts with the first question. `close` ends its processes; so does the death of this one."""
+
+    def __init__(self, config: PoolConfig):
+        if config.workers < 2:
+            raise ValueError(f"workers is {config.workers}: expected at least 2, one of which is for harmless answers")
+        self._config = config
+        self._lock = threading.Lock()  # guards _asked and _closing
+        self._asked: collections.deque[_Job] = collections.deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        # below: the thread's own
+        self._lines: dict[bool, collections.deque[_Job]] = {False: collections.deque(), True: collections.deque()}
+        self._workers: list[_Worker] = []
+        self._forking = 0
+        self._nurseries = 0
+        self._ready_by = 0.0
+
+    def ask(self, question: Question) -> concurrent.futures.Future[bool | None]:
+        """The verdict, once there is one; None if the grade timed out or was killed. An exception says that the pool
+        itself has failed."""
+        job = _Job(question, looks_hostile(question), time.monotonic(), concurrent.futures.Future())
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("the grading pool is closed")
+            self._asked.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
+                self._thread.start()
+        self._wake()
+        return job.future
+
+    def close(self) -> None:
+        """Ends the processes; unanswered questions are cancelled."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it is gone
+            os.write(self._wake_write, b"x")
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="areal-grading-") as directory:
+                address = str(pathlib.Path(directory) / "socket")
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(address)
+                    listener.listen(64)
+                    self._serve(listener, address)
+        except BaseException as error:  # top of the thread: whoever waits for a grade hears of it
+            self._fail(error)
+            raise
+        finally:
+            for worker in list(self._workers):
+                self._discard(worker)
+            os.close(self._wake_read)
+
+    def _serve(self, listener: socket.socket, address: str) -> None:
+        nursery = self._start_nursery(address)
+        try:
+            while not self._closing:
+                ready = wait([self._wake_read, listener, *(w.connection for w in self._workers)], self._patience())
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                if listener in ready:
+                    self._welcome(listener)
+                for worker in [w for w in self._workers if w.connection in ready]:
+                    self._heard(worker)
+                self._take_in()
+                self._give_up_late()
+                self._dispatch()
+                nursery = self._replenish(nursery, address)
+        finally:
+            nursery.kill()
+            nursery.wait()
+            self._fail(concurrent.futures.CancelledError("the grading pool was closed"))
+
+    def _welcome(self, listener: socket.socket) -> None:
+        """A worker has connected; the first thing that it says is its process id."""
+        connection = Connection(listener.accept()[0].detach())
+        try:
+            if connection.poll(1.0):
+                self._workers.append(_Worker(connection, connection.recv()))
+                self._nurseries = 1
+        except (EOFError, OSError):
+            connection.close()  # it died young
+        self._forking -= 1
+
+    def _patience(self) -> float:
+        """Seconds until something may be late."""
+        now = time.monotonic()
+        due = [w.started + self._config.timeout_seconds for w in self._workers if w.job is not None]
+        if self._lines[True]:
+            due.append(self._lines[True][0].asked + self._config.timeout_seconds)
+        return max(0.0, min([0.5, *(d - now for d in due)]))
+
+    def _take_in(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, collections.deque()
+        for job in asked:
+            self._lines[job.hostile].append(job)
+
+    def _heard(self, worker: _Worker) -> None:
+        """A worker has answered, or died of what it was asked."""
+        job = worker.job
+        try:
+            verdict = worker.connection.recv()
+        except (EOFError, OSError):
+            verdict = None
+            self._discard(worker)
+        worker.job = None
+        if job is not None:
+            job.future.set_result(verdict)
+
+    def _give_up_late(self) -> None:
+        now, limit = time.monotonic(), self._config.timeout_seconds
+        for worker in list(self._workers):
+            job = worker.job
+            if job is not None and now >= (job.asked if job.hostile else worker.started) + limit:
+                self._discard(worker)
+                job.future.set_result(None)
+        line = self._lines[True]
+        while line and now >= line[0].asked + limit:
+            line.popleft().future.set_result(None)
+
+    def _discard(self, worker: _Worker) -> None:
+        _kill(worker.pid)
+        worker.connection.close()
+        self._workers.remove(worker)
+
+    def _dispatch(self) -> None:
+        limits = {False: self._config.workers, True: self._config.workers - 1}
+        for hostile in (False, True):
+            line = self._lines[hostile]
+            while line:
+                busy = [w for w in self._workers if w.job is not None]
+                of_this_line = sum(w.job is not None and w.job.hostile == hostile for w in busy)
+                idle = [w for w in self._workers if w.job is None]
+                if not idle or len(busy) >= self._config.workers or of_this_line >= limits[hostile]:
+                    break
+                worker, job = idle[0], line.popleft()
+                worker.job, worker.started = job, time.monotonic()
+                q = job.question
+                try:
+                    worker.connection.send((q.reference, q.answer, q.boxed))
+                except OSError:  # it died idle; ask another
+                    worker.job = None
+                    self._discard(worker)
+                    line.appendleft(job)
+
+    def _replenish(self, nursery: subprocess.Popen[bytes], address: str) -> subprocess.Popen[bytes]:
+        """Keeps `workers` and one warm spare alive."""
+        if nursery.poll() is not None or (self._forking and time.monotonic() > self._ready_by):
+            if self._nurseries >= MAX_NURSERIES:
+                raise RuntimeError(
+                    f"the grading processes cannot be started ({MAX_NURSERIES} attempts); is math-verify installed?"
+                )
+            nursery.kill()
+            nursery.wait()
+            self._forking = 0
+            nursery = self._start_nursery(address)
+        missing = self._config.workers + 1 - len(self._workers) - self._forking
+        if missing > 0:
+            assert nursery.stdin is not None
+            try:
+                nursery.stdin.write(b"\n" * missing)
+                nursery.stdin.flush()
+            except OSError:  # it has just died: the next turn sees that
+                return nursery
+            self._forking += missing
+            self._ready_by = time.monotonic() + STARTUP_SECONDS
+        return nursery
+
+    def _start_nursery(self, address: str) -> subprocess.Popen[bytes]:
+        self._nurseries += 1
+        c = self._config
+        return subprocess.Popen(
+            [sys.executable, "-m", "areal_jax.rewards.grader", address, str(c.memory_mb), str(c.timeout_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd=pathlib.Path(__file__).parents[2],  # where the package is found
+            start_new_session=True,  # Ctrl-C is for its parent, which ends it
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        self._take_in()
+        jobs = [w.job for w in self._workers if w.job is not None] + [*self._lines[False], *self._lines[True]]
+        for worker in self._workers:
+            worker.job = None
+        for line in self._lines.values():
+            line.clear()
+        for job in jobs:
+            job.future.set_exception(error)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
