@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import ml_collections
+from jax.sharding import Mesh
 
 from areal_jax import sharding
 from areal_jax.config import SHAPE_KEYS
@@ -45,21 +46,18 @@ def cache_dir(config: ml_collections.ConfigDict) -> pathlib.Path:
     return pathlib.Path(config.data.cache_dir or pathlib.Path.home() / ".cache" / "areal_jax").expanduser()
 
 
-def find_policy(config: ml_collections.ConfigDict) -> Policy:
-    """The model that `config.model` names and its tokenizer. Raises UserError for what does not fit together."""
+def find_model(config: ml_collections.ConfigDict) -> tuple[pretrained.Pretrained | None, TransformerConfig]:
+    """The model that `config.model` names, as far as its config says; (None, shape) for a new one.
+
+    Raises UserError for a model that is not there or not supported, or for sequences longer than it was made for.
+    """
     m = config.model
     if not m.path:
-        tokenizer = build_character_tokenizer(arithmetic.ALPHABET)
-        shape = {k.removeprefix("model."): m[k.removeprefix("model.")] for k in SHAPE_KEYS if k != "model.rope_base"}
-        return Policy(
-            None,
-            tokenizer,
-            TransformerConfig(vocab_size=len(tokenizer), rope=Rope(m.rope_base), **shape),
-            (tokenizer.eos_token_id,),
-        )
+        names = [k.removeprefix("model.") for k in SHAPE_KEYS]
+        shape = {name: m[name] for name in names if name != "rope_base"}
+        vocabulary = len(build_character_tokenizer(arithmetic.ALPHABET))
+        return None, TransformerConfig(vocab_size=vocabulary, rope=Rope(m.rope_base), **shape)
     found = pretrained.find(m.path, m.revision)
-    model_config = found.config()
-    tokenizer = pretrained.find_tokenizer(m.tokenizer) if m.tokenizer else found.tokenizer()
     longest = config.rollout.max_prompt_length + config.rollout.max_response_length
     context = found.hf_config.get("max_position_embeddings")
     if context and longest > context:
@@ -67,10 +65,22 @@ def find_policy(config: ml_collections.ConfigDict) -> Policy:
             f"rollout.max_prompt_length + max_response_length = {longest} tokens, and {m.path} was made for {context} "
             "(max_position_embeddings): shorten them"
         )
+    return found, found.config()
+
+
+def find_policy(config: ml_collections.ConfigDict) -> Policy:
+    """The model of `find_model` with its tokenizer and what ends a response. Raises UserError as that does."""
+    found, model_config = find_model(config)
+    if found is None:
+        tokenizer = build_character_tokenizer(arithmetic.ALPHABET)
+        return Policy(None, tokenizer, model_config, (tokenizer.eos_token_id,))
+    name = config.model.tokenizer
+    tokenizer = pretrained.find_tokenizer(name) if name else found.tokenizer()
     ids = {*found.stop_ids(), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     if not ids and not config.rollout.stop_strings:
         raise UserError(
-            f"{m.path} names no end-of-sequence token, in its config or its tokenizer: set rollout.stop_strings"
+            f"{config.model.path} names no end-of-sequence token, in its config or its tokenizer: set "
+            "rollout.stop_strings"
         )
     return Policy(found, tokenizer, model_config, tuple(sorted(ids)))
 
@@ -78,11 +88,13 @@ def find_policy(config: ml_collections.ConfigDict) -> Policy:
 def make_model(config: ml_collections.ConfigDict, role: str, policy: Policy) -> Model:
     """The policy on this process's mesh; role is 'trainer' or 'sampler'."""
     mesh = sharding.make_mesh(config.mesh[role].to_dict())
-    return model_on(mesh, config, role, policy, on_cpu=jax.default_backend() == "cpu")
+    return model_on(mesh, config, role, policy.config, on_cpu=jax.default_backend() == "cpu")
 
 
-def model_on(mesh: Any, config: ml_collections.ConfigDict, role: str, policy: Policy, on_cpu: bool) -> Model:
-    """The policy on a given mesh. The trainer keeps float32 parameters, a sampler keeps them as it computes."""
+def model_on(
+    mesh: Mesh, config: ml_collections.ConfigDict, role: str, model_config: TransformerConfig, on_cpu: bool
+) -> Model:
+    """A model on a given mesh. The trainer keeps float32 parameters, a sampler keeps them as it computes."""
     dtype = config.model.compute_dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
@@ -95,12 +107,12 @@ def model_on(mesh: Any, config: ml_collections.ConfigDict, role: str, policy: Po
         raise UserError(f"{key} is {rows} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple")
     tensor = mesh.shape["tensor"]
     for name in ("heads", "kv_heads", "d_ff"):
-        size = getattr(policy.config, name)
+        size = getattr(model_config, name)
         if size % tensor:
             raise UserError(
                 f"mesh.{role}.tensor is {tensor} and does not divide the model's {name} = {size}: choose one that does"
             )
-    model_config = dataclasses.replace(policy.config, compute_dtype=dtype)
+    model_config = dataclasses.replace(model_config, compute_dtype=dtype, remat=config.trainer.remat)
     return build_model(model_config, mesh, "float32" if role == "trainer" else dtype)
 
 
@@ -113,18 +125,21 @@ def make_sampling_program(config: ml_collections.ConfigDict, model: Model, polic
 
 def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...]) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
-    and for the prompt's length, half and all of the longest sequence."""
+    and for the prompt's length, half and all of the longest sequence, within rollout.prefill_tokens."""
     r = config.rollout
     longest = r.max_prompt_length + r.max_response_length
-    rows = sorted({max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)})
+    rows = {max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)}
+    if min(rows) * longest > r.prefill_tokens:
+        rows.add(max(1, r.prefill_tokens // longest))
     lengths = sorted({r.max_prompt_length, max(r.max_prompt_length, longest // 2), longest})
     return EngineConfig(
         slots=r.slots,
         max_prompt_length=r.max_prompt_length,
         max_length=longest,
         chunk=r.chunk,
-        row_ladder=tuple(rows),
+        row_ladder=tuple(sorted(rows)),
         length_ladder=tuple(lengths),
+        prefill_tokens=r.prefill_tokens,
         eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
     )

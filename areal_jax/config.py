@@ -10,6 +10,7 @@ import ml_collections
 
 from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
+from areal_jax.models.transformer import REMAT
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rl.advantages import ADVANTAGES
 from areal_jax.types import UserError
@@ -76,6 +77,7 @@ CHECKS: dict[str, Check] = {
     "rollout.max_prompt_length": _at_least(1),
     "rollout.max_response_length": _at_least(1),
     "rollout.slots": _at_least(1),
+    "rollout.prefill_tokens": _at_least(1),
     "rollout.chunk": _at_least(1),
     "rollout.kv_on_update": _one_of("recompute", "keep"),
     "rollout.environment": _known(ENVIRONMENTS),
@@ -104,6 +106,7 @@ CHECKS: dict[str, Check] = {
     "trainer.batch_prompts": _at_least(1),
     "trainer.minibatches": _at_least(1),
     "trainer.micro_batch_rows": _at_least(1),
+    "trainer.remat": _known(REMAT),
     "optimizer.learning_rate": POSITIVE,
     "optimizer.final_learning_rate": _at_least(0),
     "optimizer.warmup_steps": _at_least(0),
@@ -141,13 +144,13 @@ def validate(config: ml_collections.ConfigDict) -> None:
             _require(size == -1 or size >= 1, f"mesh.{role}.{axis} is {size}: expected at least 1, or -1 for the rest")
     _require(
         (data.shots > 0) == (data.template == "few_shot") or data.template == "chat",
-        f"data.template is {data.template!r} and data.shots is {data.shots}: few_shot needs at least one example, plain "
-        "shows none",
+        f"data.template is {data.template!r} and data.shots is {data.shots}: few_shot needs at least one "
+        "example, plain shows none",
     )
     _require(
         data.test_fraction + data.validation_fraction < 1,
-        f"data.test_fraction {data.test_fraction} + validation_fraction {data.validation_fraction} leave no problems to "
-        "train on: their sum must be less than 1",
+        f"data.test_fraction {data.test_fraction} + validation_fraction {data.validation_fraction} leave no "
+        "problems to train on: their sum must be less than 1",
     )
     _require(
         not config.warm_start.enabled or (data.name == "arithmetic" and data.template == "plain" and not model.path),
@@ -232,6 +235,20 @@ def flatten(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, An
         else:
             flat[prefix + key] = value
     return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """The inverse of `flatten`, also of one that went through JSON (which makes lists of tuples)."""
+    config = ml_collections.ConfigDict()
+    for name, value in flat.items():
+        *areas, key = name.split(".")
+        inner = config
+        for area in areas:
+            if area not in inner:
+                inner[area] = ml_collections.ConfigDict()
+            inner = inner[area]
+        inner[key] = tuple(value) if isinstance(value, list) else value
+    return config
 
 
 def _require(holds: bool, message: str) -> None:

@@ -31,6 +31,9 @@ ROLE = flags.DEFINE_enum(
     "role", "", ["", "trainer", "sampler"], "'' runs everything; a role runs that part alone, for launching by hand."
 )
 SAMPLER_INDEX = flags.DEFINE_integer("sampler_index", 0, "Number of this sampler, unique among them.", lower_bound=0)
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the mesh and the memory per device, read no weights, and end.")
+TRAINER_SLICE = flags.DEFINE_string("trainer_slice", "", "--dry_run: the trainer's devices as COUNTxGIB, e.g. 8x80.")
+SAMPLER_SLICE = flags.DEFINE_string("sampler_slice", "", "--dry_run: the samplers' devices, likewise.")
 DEBUG = flags.DEFINE_bool("debug", False, "Show the frames of an error.")
 
 
@@ -41,6 +44,12 @@ def main(argv: list[str]) -> int:
         config, overrides = _parse(argv)
         config_lib.validate(config)
         config_lib.refuse_idle_overrides(config, overrides)
+        if DRY_RUN.value:
+            from areal_jax import plan
+
+            kind = local.choose_kind(config.launch.kind, local.accelerators())
+            print(plan.run(config, TRAINER_SLICE.value, SAMPLER_SLICE.value, kind))
+            return 0
         if ROLE.value == "sampler" and not config.workdir:
             raise UserError("--role=sampler needs the trainer's --config.workdir, where the weights lie")
         workdir = workdir_lib.choose(config)

@@ -73,12 +73,18 @@ def closing_words(summary: dict[str, Any], examples: Sequence[dict[str, str]], w
         "Three held-out problems (the first three, not chosen):",
     ]
     for e in examples:
-        lines += [f"  {e['prompt']}", f"    before: {e['before']}", f"    after:  {e['after']}"]
+        lines += [f"  {_tail(e['prompt'])}", f"    before: {_tail(e['before'])}", f"    after:  {_tail(e['after'])}"]
     lines += [
         "",
         f"Everything is in {workdir}: learning_curve.png, summary.json, metrics.jsonl, samples.jsonl, checkpoints/.",
     ]
     return "\n".join(lines)
+
+
+def _tail(text: str, characters: int = 90) -> str:
+    """The end of a text on one line: of a long prompt or response the end says most."""
+    line = " ".join(text.split())
+    return line if len(line) <= characters else "... " + line[-characters:]
 
 
 def _reading(summary: dict[str, Any]) -> str:

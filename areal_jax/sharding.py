@@ -42,16 +42,21 @@ def make_mesh(shape: dict[str, int], devices: list[jax.Device] | None = None) ->
     Raises UserError if the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = list(mesh_sizes(shape, len(devices)).values())
+    return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_sizes(shape: dict[str, int], devices: int) -> dict[str, int]:
+    """The sizes of MESH_AXES on so many devices, a -1 filled in. Raises UserError as `make_mesh` does."""
     sizes = [shape[axis] for axis in MESH_AXES]
     known = int(np.prod([s for s in sizes if s != -1]))
-    if sizes.count(-1) > 1 or len(devices) % known or (-1 not in sizes and known != len(devices)):
+    if sizes.count(-1) > 1 or devices % known or (-1 not in sizes and known != devices):
         asked = " x ".join(f"{axis} {shape[axis]}" for axis in MESH_AXES)
         raise UserError(
-            f"mesh {asked} does not fit {len(devices)} device(s): the sizes must multiply to that number "
+            f"mesh {asked} does not fit {devices} device(s): the sizes must multiply to that number "
             "(one of them may be -1, the rest)"
         )
-    sizes = [len(devices) // known if s == -1 else s for s in sizes]
-    return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return {axis: devices // known if s == -1 else s for axis, s in zip(MESH_AXES, sizes, strict=True)}
 
 
 def spec(axes: Axes) -> PartitionSpec:

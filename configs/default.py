@@ -75,6 +75,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.max_prompt_length = 16  # tokens, >= 1
     c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
     c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
+    c.rollout.prefill_tokens = 16384  # most slots x length of one prefill, >= 1; bounds its memory
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
     c.rollout.stop_strings = ()  # text that ends a response; the tokens up to and including the match are kept
     c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change
@@ -113,6 +114,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.trainer.minibatches = 2  # optimiser updates per training step; divides the samples
     c.trainer.row_length = 128  # tokens of a packed row, >= prompt + response
     c.trainer.micro_batch_rows = 16  # rows per micro-batch, a multiple of mesh.trainer data x fsdp
+    c.trainer.remat = "none"  # none | dots | full: layer results that the backward computes again, to save memory
 
     c.optimizer = ml_collections.ConfigDict()
     c.optimizer.learning_rate = 1e-4  # > 0

@@ -27,7 +27,9 @@ def test_every_check_is_of_a_key_that_exists_and_its_default_passes():
 
 def test_every_key_is_checked_or_free():
     free = {"preset", "workdir", "data.cache_dir", "transport.host", "transport.address"}
-    free |= {"launch.trainer_devices", "launch.sampler_devices"}
+    free |= {"launch.trainer_devices", "launch.sampler_devices", "model.path", "model.revision", "model.tokenizer"}
+    free |= {"data." + key for key in ("path", "heldout_path", "question_key", "answer_key", "system_prompt")}
+    free |= {"data." + key for key in ("train_split", "validation_split", "test_split", "shot_format")}
     for key, value in config_lib.flatten(default.get_config()).items():
         checked = key in config_lib.CHECKS or isinstance(value, bool) or key.startswith("mesh.")
         crossed = key in ("model.heads", "trainer.row_length", "rollout.queue_capacity")
@@ -52,6 +54,15 @@ def test_every_key_is_checked_or_free():
         ({"mesh.sampler.tensor": 3}, ["mesh.sampler.tensor is 3", "model.heads = 8"]),
         ({"model.kv_heads": 3}, ["heads is 8", "kv_heads 3"]),
         ({"model.head_dim": 15}, ["head_dim is 15", "even"]),
+        ({"data.name": "gsm9k"}, ["data.name is 'gsm9k'", "tfds/NAME"]),
+        ({"data.template": "few_shot"}, ["data.shots is 0", "at least one example"]),
+        ({"data.question_format": "Q:"}, ["{question}"]),
+        ({"data.test_fraction": 0.6, "data.validation_fraction": 0.5}, ["0.6", "0.5", "less than 1"]),
+        ({"data.name": "jsonl", "warm_start.enabled": False}, ["model.path is empty", "'jsonl'"]),
+        ({"rollout.stop_strings": ("",)}, ["stop_strings", "none empty"]),
+        ({"reward.incorrect": 1.0}, ["reward.incorrect is 1.0", "at most 0"]),
+        ({"reward.workers": 1}, ["reward.workers is 1"]),
+        ({"trainer.remat": "some"}, ["'some'", "dots"]),
     ],
 )
 def test_bad_values_are_named_with_the_remedy(changes, words):

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.data import arithmetic, packing, prompts, tokenizer
+from areal_jax.data.sources import SourceConfig, open_source
+from areal_jax.data.templates import Template, TemplateConfig
+from areal_jax.models import pretrained
 from areal_jax.rewards.math import exact_answer
 from areal_jax.types import PROMPT_VERSION, Prompt, UserError
 from areal_jax.warm_start import supervised_example
@@ -84,7 +87,7 @@ def test_a_damaged_data_file_is_named(tmp_path):
 def test_tokenizer_round_trips_and_loads_like_any_other(tmp_path):
     built = tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
     built.save_pretrained(tmp_path)
-    loaded = tokenizer.load_tokenizer(tmp_path)
+    loaded = pretrained.find_tokenizer(str(tmp_path))
     text = "347+586=7+6+0=13;4+8+1=13#933"
     for t in (built, loaded):
         assert t.decode(t.encode(text)) == text
@@ -94,7 +97,7 @@ def test_tokenizer_round_trips_and_loads_like_any_other(tmp_path):
 
 
 def test_the_prompt_stream_is_seeded_and_resumes_exactly(cache):
-    source = arithmetic.load("validation", cache)
+    source = open_source(SourceConfig("arithmetic", cache_dir=cache), "validation")
     stream = prompts.RecordStream(source, seed=3)
     first = [next(stream)["prompt"] for _ in range(450)]  # more than an epoch of 400
     assert len(set(first[:400])) == 400
@@ -110,10 +113,8 @@ def test_the_prompt_stream_is_seeded_and_resumes_exactly(cache):
 
 def test_a_prompt_that_is_too_long_names_both_lengths():
     t = tokenizer.build_character_tokenizer(arithmetic.ALPHABET)
-    with pytest.raises(UserError, match=r"has 7 tokens.*max_prompt_length = 6"):
-        prompts.make_prompt({"prompt": "123+45=", "answer": "168"}, 0, t, 6)
-    with pytest.raises(UserError, match="known data sets: arithmetic"):
-        prompts.open_source("gsm9k", "train", pathlib.Path("."))
+    with pytest.raises(UserError, match=r"has 7 tokens.*max_prompt_length is 6"):
+        Template(TemplateConfig(), t).prompt({"prompt": "123+45=", "answer": "168"}, 0, 6)
 
 
 def test_a_supervised_example_trains_on_the_response_and_its_end():

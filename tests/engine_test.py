@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from areal_jax.compiles import CompileCounter
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rollout.engine import Engine, EngineConfig, Request, make_program
+from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PolicySnapshot
 from tests.helpers import tiny_model
 
 CONFIG = EngineConfig(
-    slots=4, max_prompt_length=6, max_length=24, chunk=3, row_ladder=(1, 4), length_ladder=(6, 24), eos_ids=(1,),
-    kv_on_update="recompute",
+    slots=4, max_prompt_length=6, max_length=24, chunk=3, row_ladder=(1, 4), length_ladder=(6, 24), prefill_tokens=64,
+    eos_ids=(1,), kv_on_update="recompute",
 )  # fmt: skip
 MODEL = tiny_model()
 PROGRAM = make_program(MODEL, CONFIG)
@@ -142,6 +143,64 @@ def test_nothing_compiles_after_warm_up():
     other.submit(requests(3, temperature=0.0))
     drain(other)
     assert counter.after_warmup == 0
+
+
+def letters(tokens):
+    return "".join(chr(ord("a") + t) for t in tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_stop_strings_end_a_response_at_the_first_match_whatever_the_chunk(chunk):
+    plain = Engine(make_program(MODEL, dataclasses.replace(CONFIG, chunk=chunk)), PolicySnapshot(0, PARAMS[0]), 4)
+    plain.submit(requests(20))
+    whole = drain(plain)
+    texts = {i: letters(c.tokens[len(c.request.prompt) :]) for i, c in whole.items()}
+    longest = max(texts.values(), key=len)
+    strings = (longest[4:6], longest[8:11])  # of two and three tokens: they straddle chunks
+    program = make_program(MODEL, dataclasses.replace(CONFIG, chunk=chunk), StopStrings(strings, letters))
+    engine = Engine(program, PolicySnapshot(0, PARAMS[0]), 4)
+    engine.submit(requests(20))
+    cut = drain(engine)
+    stopped = 0
+    for i, text in texts.items():
+        ends = [text.index(s) + len(s) for s in strings if s in text]
+        n = len(whole[i].request.prompt) + min(ends, default=len(text))
+        for name in ("tokens", "behaviour_logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(cut[i], name), getattr(whole[i], name)[:n])
+        assert cut[i].finish_reason == ("stop" if ends else whole[i].finish_reason)
+        stopped += bool(ends)
+    assert stopped >= 1
+    assert engine.generated_tokens == sum(len(c.tokens) - len(c.request.prompt) for c in cut.values())
+
+
+def test_stop_strings_match_text_and_not_tokens():
+    spelt = {0: "", 1: "ab", 2: "c", 3: "d", 4: "bc"}
+    stop = StopStrings(["bcd"], lambda tokens: "".join(spelt[t] for t in tokens))
+    assert stop.first_match(np.array([1, 2, 3, 2]), new=4) == 3  # ab c d
+    assert stop.first_match(np.array([1, 2, 0, 3, 3]), new=2) == 4  # begun among the older tokens
+    assert stop.first_match(np.array([4, 3, 2]), new=1) is None  # what was found before is not found again
+    assert stop.first_match(np.array([4, 2, 3]), new=3) is None
+    with pytest.raises(ValueError, match="none of them empty"):
+        StopStrings(["a", ""], letters)
+
+
+def test_a_refill_keeps_within_its_tokens():
+    """With room for 48 tokens, rows of 24 are computed two at a time, and nothing else changes."""
+    outcomes = []
+    for tokens in (10_000, 48):
+        program = make_program(MODEL, dataclasses.replace(CONFIG, row_ladder=(1, 2, 4), prefill_tokens=tokens))
+        refill, shapes = program.refill, []
+
+        def counted(params, state, slots, length, refill=refill, shapes=shapes):
+            shapes.append(len(slots) * length)
+            return refill(params, state, slots, length)
+
+        engine = Engine(program._replace(refill=counted), PolicySnapshot(0, PARAMS[0]), seed=5)
+        engine.submit(requests(8))
+        outcomes.append(drain(engine, [None, 1, None, 2, None, 3]))
+        assert max(shapes) == (96 if tokens > 96 else 48)
+    for i in range(8):
+        np.testing.assert_array_equal(outcomes[0][i].tokens, outcomes[1][i].tokens)
 
 
 def test_a_request_that_does_not_fit_is_refused():

@@ -51,7 +51,7 @@ def greedy(model, params, prompt, count):
     longest = len(prompt) + count
     config = EngineConfig(
         slots=2, max_prompt_length=len(prompt), max_length=longest, chunk=16, row_ladder=(1,),
-        length_ladder=(len(prompt), longest), eos_ids=(), kv_on_update="keep",
+        length_ladder=(len(prompt), longest), prefill_tokens=longest, eos_ids=(), kv_on_update="keep",
     )  # fmt: skip
     engine = Engine(make_program(model, config), PolicySnapshot(0, params), 0)
     engine.submit([Request(0, np.asarray(prompt, np.int32), count, 0.0)])

@@ -10,11 +10,12 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "areal_jax"
 ALLOWED = {
     "types": set(),
+    "answers": set(),
     "sharding": {"types"},
     "rl": {"types"},
-    "data": {"types"},
-    "rewards": {"types"},
-    "environments": {"types"},
+    "data": {"types", "answers"},
+    "rewards": {"types", "answers"},
+    "environments": {"types", "rewards"},
     "models": {"types", "sharding"},
     "transport": {"types", "sharding"},
     "rollout": {"types", "sharding", "models", "environments", "rewards", "transport"},

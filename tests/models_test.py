@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from areal_jax import sharding
+from areal_jax.models import transformer
 from areal_jax.models.kv_cache import empty_cache
-from areal_jax.models.transformer import RMSNorm, rope
+from areal_jax.models.transformer import RMSNorm, Rope, build_model, rotate
 from tests.helpers import TINY, one_device_mesh, tiny_model
 
 
@@ -32,7 +33,14 @@ OPTIONS = {
     "qk_norm": {"qk_norm": True},
     "tied": {"tied_embeddings": True},
     "soft_cap": {"logit_soft_cap": 0.5},
-    "rope_base": {"rope_base": 100.0},
+    "rope": {"rope": Rope(100.0)},
+    "rope_llama3": {"rope": Rope(100.0, "llama3", 8.0, 1.0, 4.0, 16)},
+    "windows": {"windows": (3, 0)},
+    "window_rope": {"windows": (0, 4), "window_rope": Rope(50.0)},
+    "output_biases": {"o_bias": True, "mlp_bias": True},
+    "gelu": {"activation": "gelu_tanh"},
+    "query_scale": {"query_scale": 0.1},
+    "gemma": {"post_norms": True, "norm_offset": 1.0, "embedding_scale": True},
     "wide_heads": {"head_dim": 16},
     "all": {"qkv_bias": True, "qk_norm": True, "tied_embeddings": True, "logit_soft_cap": 2.0},
 }
@@ -102,21 +110,83 @@ def test_packed_sequences_equal_separate_ones():
 
 
 def test_rope_depends_on_distances_only_and_rotates_pairs_half_a_head_apart():
+    f = Rope(100.0).frequencies(8)
     x, y = (jax.random.normal(jax.random.key(i), (1, 1, 1, 8)) for i in (0, 1))
 
     def score(i, j):
-        return float(jnp.sum(rope(x, jnp.array([[i]]), 100.0) * rope(y, jnp.array([[j]]), 100.0)))
+        return float(jnp.sum(rotate(x, jnp.array([[i]]), f) * rotate(y, jnp.array([[j]]), f)))
 
     assert score(3, 1) == pytest.approx(score(13, 11), abs=1e-5)
     assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-3)
     one = jnp.zeros((1, 1, 1, 8)).at[..., 0].set(1.0)  # feature 0 turns by one radian a position into feature 4
     np.testing.assert_allclose(
-        rope(one, jnp.array([[2]]), 100.0)[0, 0, 0], [np.cos(2), 0, 0, 0, np.sin(2), 0, 0, 0], atol=1e-6
+        rotate(one, jnp.array([[2]]), f)[0, 0, 0], [np.cos(2), 0, 0, 0, np.sin(2), 0, 0, 0], atol=1e-6
     )
 
 
+def test_rope_scalings_by_hand():
+    plain = Rope(100.0).frequencies(8)  # wavelengths 6.3, 19.9, 62.8, 198.7 positions
+    np.testing.assert_allclose(plain, [1, 100**-0.25, 0.1, 100**-0.75], rtol=1e-6)
+    np.testing.assert_allclose(Rope(100.0, "linear", 4.0).frequencies(8), plain / 4, rtol=1e-6)
+    # of a context of 40: shorter than 40 / 4 is kept, longer than 40 / 1 divided by 8, between them blended
+    scaled = Rope(100.0, "llama3", 8.0, 1.0, 4.0, 40).frequencies(8)
+    kept = (40 * plain[1] / (2 * np.pi) - 1) / 3
+    blended = plain[1] * (kept + (1 - kept) / 8)
+    np.testing.assert_allclose(scaled, [plain[0], blended, plain[2] / 8, plain[3] / 8], rtol=1e-6)
+
+
+def test_attention_in_blocks_equals_attention_at_once(monkeypatch):
+    config = dataclasses.replace(TINY, windows=(0, 5))
+    model = tiny_model(config)
+    params = random_params(model)
+    tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, config.vocab_size)
+    positions = jnp.broadcast_to(jnp.concatenate([jnp.arange(7), jnp.arange(6)]), tokens.shape)
+    segments = jnp.broadcast_to(jnp.array([1] * 7 + [2] * 6), tokens.shape)
+
+    def loss(params):
+        policy = model.bind(params)
+        return jnp.sum(jnp.sin(policy.logits(policy(tokens, positions, segments))))
+
+    whole = jax.jit(jax.value_and_grad(loss))(params)
+    monkeypatch.setattr(transformer, "QUERY_BLOCK", 4)  # 13 is no multiple of it
+    blocks = jax.jit(jax.value_and_grad(lambda p: loss(p)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_changes_no_gradient(remat):
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, TINY.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
+    found = []
+    for name in ("none", remat):
+        model = tiny_model(dataclasses.replace(TINY, remat=name))
+        params = random_params(model)
+
+        def loss(params, model=model):
+            policy = model.bind(params)
+            return jnp.sum(jnp.sin(policy.logits(policy(tokens, positions, jnp.ones_like(tokens)))))
+
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params))
+        assert ("remat" in jaxpr) == (name != "none")
+        found.append(jax.jit(jax.grad(loss))(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)
+
+
+def test_bfloat16_parameters_compute_what_float32_ones_do():
+    """A sampler keeps matrices as it computes: casting them beforehand changes nothing, and norms stay float32."""
+    config = dataclasses.replace(TINY, compute_dtype="bfloat16", qkv_bias=True)
+    wide, narrow = (build_model(config, one_device_mesh(), dtype) for dtype in ("float32", "bfloat16"))
+    params = random_params(wide)
+    cast = jax.tree.map(lambda x, like: x.astype(like.dtype), params, narrow.abstract_params)
+    assert cast["layers"][0]["attention"]["q"].dtype == jnp.bfloat16
+    assert cast["layers"][0]["attention_norm"]["scale"].dtype == jnp.float32
+    tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, config.vocab_size)
+    inputs = (tokens, jnp.arange(9)[None], jnp.ones_like(tokens))
+    np.testing.assert_array_equal(forward(wide, params, *inputs), forward(narrow, cast, *inputs))
+
+
 def test_rms_norm_by_hand():
-    norm = RMSNorm(2, eps=0.0)
+    norm = RMSNorm(2, dataclasses.replace(TINY, norm_eps=0.0))
     np.testing.assert_allclose(norm(jnp.array([3.0, 4.0])), np.array([3.0, 4.0]) / np.sqrt(12.5), rtol=1e-6)
 
 

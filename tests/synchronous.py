@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from areal_jax import build, main, train, warm_start
-from areal_jax.data.prompts import RecordStream, make_prompt, open_source
-from areal_jax.rollout.engine import Engine, Request, make_program
+from areal_jax.data.prompts import PromptStream, RecordStream
+from areal_jax.rollout.engine import Engine, Request
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.types import PolicySnapshot
@@ -21,17 +21,18 @@ from areal_jax.types import PolicySnapshot
 
 def run(output, argv):
     config, _ = main._parse([sys.argv[0], *argv])
-    tokenizer = build.make_tokenizer(config)
-    model, grader = build.make_model(config, "trainer", len(tokenizer)), build.make_grader(config, tokenizer)
+    policy = build.find_policy(config)
+    model, grader = build.make_model(config, "trainer", policy), build.make_grader(config, policy)
     settings = train._Settings(config)
-    program = make_program(model, build.engine_config(config, tokenizer.eos_token_id))
-    cache = build.cache_dir(config)
-    data = warm_start.Data(*(open_source("arithmetic", s, cache) for s in ("train", "validation")), tokenizer)
+    program = build.make_sampling_program(config, model, policy)
+    sources, template = build.open_data(config, {"train", "validation"}, policy)
+    data = warm_start.Data(sources["train"], sources["validation"], policy.tokenizer)
     params = train._warm_start(config, model, program, grader, data, lambda record: None).params
     optimizer = make_optimizer(settings.optimizer)
     programs = train_step.compile_programs(model, optimizer, settings.loss, 1.0, settings.empty_batch())
     state = train_step.init_state(params, model, optimizer)
-    stream, r = RecordStream(data.train, config.seed), config.rollout
+    r = config.rollout
+    next_problem = PromptStream(RecordStream(data.train, config.seed), template, r.max_prompt_length, False)
     next_prompt = 0
     engine = None
     for version in range(config.trainer.steps):
@@ -42,14 +43,14 @@ def run(output, argv):
         while left or engine.unfinished:
             room = r.slots - engine.unfinished - finished
             while room > 0 and left:
-                prompt = make_prompt(next(stream), next_prompt, tokenizer, r.max_prompt_length)
+                prompt, _ = next_problem()
                 ids = range(next_prompt * r.group_size, (next_prompt + 1) * r.group_size)
                 engine.submit([Request(i, prompt.tokens, r.max_response_length, r.temperature) for i in ids])
                 prompts |= dict.fromkeys(ids, prompt)
                 next_prompt, left, room = next_prompt + 1, left - 1, room - r.group_size
             done = engine.step()
             finished = len(done)
-            batch += [grader(prompts[c.request.sample_id], c, False) for c in done]
+            batch += [grader(prompts[c.request.sample_id], c, False).result()[0] for c in done]
         batch.sort(key=lambda t: t.sample_id)
         advantages = settings.advantages(batch, version)
         rate = settings.learning_rate(version)

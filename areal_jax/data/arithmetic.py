@@ -7,9 +7,10 @@ column written with two digits), and a short direct answer:
     direct   #933
 
 n follows a truncated geometric law from 2 to 6, so that lengths have a tail. A second, smaller task is for models that
-can already read: all sums of two two-digit numbers, as `34 + 58`, with the same splits. Which split a problem belongs to is a
-function of its unordered pair of operands: train, validation and test are disjoint by construction, `a+b` and `b+a`
-included.
+can already read: all sums of two two-digit numbers, as `34 + 58`, with the same splits.
+
+Which split a problem belongs to is a function of its unordered pair of operands: train, validation and test are
+disjoint by construction, `a+b` and `b+a` included.
 """
 
 from __future__ import annotations

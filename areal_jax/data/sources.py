@@ -68,6 +68,8 @@ class Mapped(Sequence[Record]):
         return max(0, len(self.source) - self.start)
 
     def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         return self.function(self.source[self.start + index])
 
 
@@ -155,6 +157,7 @@ def _question(question: str, solution: str) -> Record:
 
 def _tfds(config: SourceConfig, split: str) -> Source:
     import tensorflow_datasets as tfds
+    import tensorflow_datasets.text  # registers the text data sets, GSM8K among them
 
     name = config.name.removeprefix("tfds/")
     wanted = {"train": config.train_split, "validation": config.validation_split, "test": config.test_split}[split]
@@ -163,8 +166,9 @@ def _tfds(config: SourceConfig, split: str) -> Source:
         builder.download_and_prepare()
         source = builder.as_data_source(split=wanted)
     except (tfds.core.registered.DatasetNotFoundError, ValueError, OSError, NotImplementedError) as error:
+        reason = "no such data set" if isinstance(error, tfds.core.registered.DatasetNotFoundError) else str(error)
         raise UserError(
-            f"tensorflow-datasets cannot give {name!r}, split {wanted!r} (data.{split}_split): {error}"
+            f"tensorflow-datasets cannot give {name!r}, split {wanted!r} (data.{split}_split): {reason}"
         ) from error
     missing = [k for k in (config.question_key, config.answer_key) if k not in builder.info.features]
     if missing:
@@ -201,7 +205,7 @@ def _reasoning_gym(config: SourceConfig, split: str) -> Source:
 
 
 def _questions(task: str) -> frozenset[str]:
-    """What the held-out splits of a reasoning-gym task ask: small tasks repeat themselves, and training leaves it out."""
+    """What the held-out splits of a reasoning-gym task ask: training leaves it out (small tasks repeat)."""
     config = SourceConfig(f"reasoning_gym/{task}")
     return frozenset(r["prompt"] for split in ("validation", "test") for r in _reasoning_gym(config, split))
 

@@ -33,7 +33,10 @@ class Template:
     """Renders and tokenises prompts. The examples of `few_shot` and `chat` are fixed when it is made."""
 
     def __init__(self, config: TemplateConfig, tokenizer: Any, shots: Sequence[Record] = (), vocab_size: int = 0):
-        """vocab_size: rows of the model's embedding (0: do not check). Raises UserError when there is no chat template."""
+        """vocab_size: rows of the model's embedding; 0 takes the tokenizer's size.
+
+        Raises UserError when kind is 'chat' and the tokenizer has no chat template.
+        """
         self.config, self._tokenizer, self._shots = config, tokenizer, tuple(shots)
         self._vocab_size = vocab_size or len(tokenizer)
         if config.kind == "chat" and not tokenizer.chat_template:

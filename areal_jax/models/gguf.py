@@ -17,11 +17,13 @@ TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """general.architecture -> transformers' architecture."""
 
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": None,
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
 }
 """tokenizer.ggml.pre -> the expression that splits text before the merges; None is GPT-2's own."""
 

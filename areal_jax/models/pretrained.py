@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
+import logging
 import pathlib
 from typing import Any
 
@@ -17,6 +17,11 @@ from areal_jax.types import Params, UserError
 
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 """What describes a model and its tokenizer; samplers need no more than these."""
+
+
+PROBES = ("the sum of 12 and 3.5 is 15.5\n\nA:  yes", "  caf\u00e9 \u65e5\u672c\t{x}^2 don't")
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +94,29 @@ def find(path: str, revision: str = "") -> Pretrained:
 
 
 def find_tokenizer(path: str) -> Any:
-    """The tokenizer of a directory, or of a name on the hub. Raises UserError if there is none."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a directory, or of a name on the hub. Raises UserError if there is none.
 
+    transformers chooses a class by the model's type, and some classes put their own splitting in the place of the
+    file's: where the two disagree on PROBES, tokenizer.json is right.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    local = pathlib.Path(path).expanduser()
+    directory = local if local.is_dir() or path.startswith((".", "/", "~")) else fetch(path, "", SMALL_FILES)
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        if not (directory / "tokenizer.json").exists():
+            return tokenizer
+        plain = PreTrainedTokenizerFast.from_pretrained(str(directory))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"there is no tokenizer that can be loaded in {path}: {error}. Set model.tokenizer to a directory or a "
             "name on the hub that has one"
         ) from error
+    if all(tokenizer.encode(probe) == plain.encode(probe) for probe in PROBES):
+        return tokenizer
+    log.warning("%s: %s contradicts tokenizer.json, which is used", path, type(tokenizer).__name__)
+    return plain
 
 
 def fetch(name: str, revision: str, patterns: tuple[str, ...] = (*SMALL_FILES, "*.safetensors")) -> pathlib.Path:

@@ -9,6 +9,7 @@ packed full forward (training), prefill (keys and values of a prompt) and decode
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from areal_jax import sharding
 from areal_jax.models.kv_cache import KVCache, LayerKV
 from areal_jax.types import Params
 
+QUERY_BLOCK = 1024  # attention of longer sequences is computed for so many queries at a time
 MASKED = -1e30  # added to masked attention scores; finite, so that an all-masked (padding) row has no NaN
 
 
@@ -32,6 +34,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+REMAT: dict[str, Callable[..., bool] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""name -> the policy of jax.checkpoint around each layer: keep everything, the results of matrix products with weights,
+or each layer's input alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +111,8 @@ class TransformerConfig:
     embedding_scale: bool = False
     """Embeddings are multiplied by sqrt(d_model) (Gemma)."""
     compute_dtype: str = "float32"
+    remat: str = "none"
+    """A name in REMAT: what the forward of a training step keeps for its backward."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -149,8 +162,19 @@ def attend(
     mask: Bool[Array, "B T S"],
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention; scores (times `scale`) and softmax in float32. N is a multiple of K."""
+    """Grouped-query attention; scores (times `scale`) and softmax in float32. N is a multiple of K.
+
+    At most QUERY_BLOCK x S scores a head exist at a time; a backward computes them again, block by block.
+    """
     b, t, n, h = q.shape
+    if t > QUERY_BLOCK:
+        blocks = -(-t // QUERY_BLOCK)
+        pad = blocks * QUERY_BLOCK - t
+        q_blocks = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, blocks, QUERY_BLOCK, n, h)
+        mask_blocks = jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(b, blocks, QUERY_BLOCK, -1)
+        one = jax.checkpoint(lambda block: attend(block[0], k, v, block[1], scale))
+        out = jax.lax.map(one, (q_blocks.swapaxes(0, 1), mask_blocks.swapaxes(0, 1)))  # [blocks, B, QUERY_BLOCK, N, H]
+        return out.swapaxes(0, 1).reshape(b, blocks * QUERY_BLOCK, n, h)[:, :t]
     grouped = q.reshape(b, t, k.shape[1], n // k.shape[1], h)  # [B, T, K, G, H]
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(mask[:, None, None], scores, MASKED)
@@ -268,15 +292,23 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Packed causal forward: a token attends to earlier tokens of its own segment."""
-        return self.prefill(tokens, positions, segment_ids)[0]
+        masks = self._packed_masks(positions, segment_ids)
+
+        def run(layer: Block, x: Array) -> Array:
+            return layer.finish(x, *layer.project(x, positions), masks)
+
+        policy = REMAT[self.config.remat]
+        x = self._embed(tokens)
+        for layer in self.layers:
+            one = functools.partial(run, layer)
+            x = (jax.checkpoint(one, policy=policy) if policy else one)(x)
+        return self.final_norm(x)
 
     def prefill(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], list[LayerKV]]:
         """The packed forward, with the keys and values [B, K, T, H] of every layer."""
-        causal = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
-        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, T]
-        masks = self._windowed(mask, positions[:, :, None] - positions[:, None, :])
+        masks = self._packed_masks(positions, segment_ids)
         x = self._embed(tokens)
         keys_values = []
         for layer in self.layers:
@@ -314,6 +346,11 @@ class Transformer(nnx.Module):
         if self.config.logit_soft_cap:
             logits = self.config.logit_soft_cap * jnp.tanh(logits / self.config.logit_soft_cap)
         return logits
+
+    def _packed_masks(self, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> dict[int, Array]:
+        causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
+        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, T]
+        return self._windowed(mask, positions[:, :, None] - positions[:, None, :])
 
     def _windowed(self, mask: Array, behind: Array) -> dict[int, Array]:
         """The mask of every window that a layer has; `behind` is how far back a key lies, in positions."""

@@ -94,7 +94,7 @@ _NO_UNITS = re.compile(
     r"\b(?:pi|tau|phi|theta|alpha|beta|gamma|sqrt|log|ln|exp|sin|cos|tan|mod|and|or|to|e|i|x|y)\b", re.I
 )
 _MONEY = re.compile(r"\\?[$€£¥]")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?")
 MAX_CHARACTERS = 200  # of a number with its unit
 
 
@@ -131,10 +131,8 @@ def parse_number(text: str) -> Number | None:
 
 def last_number(text: str) -> Number | None:
     """The last number in a text."""
-    found = None
-    for found in _LAST.finditer(text):
-        pass
-    return parse_number(re.sub(r"^([+-])\s+", r"\1", found[0].strip())) if found else None
+    found = [match[0] for match in _LAST.finditer(text)]
+    return parse_number(re.sub(r"^([+-])\s+", r"\1", found[-1].strip())) if found else None
 
 
 def _sign(text: str) -> int:

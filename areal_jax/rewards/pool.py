@@ -1,8 +1,8 @@
 """Symbolic grading in worker processes that can be killed, so that no answer can hang, eat or stall anything else.
 
 Questions wait in two lines. What looks harmless goes first and always finds a worker; what looks as if it might take
-for ever (towers of powers, factorials, deep nesting, sheer length) never has more than all workers but one, and is given
-up `timeout_seconds` after it was asked even if its turn has not come. So every grade is back in bounded time, and
+for ever (towers of powers, factorials, deep nesting, sheer length) never has more than all workers but one, and is
+given up `timeout_seconds` after it was asked even if its turn has not come. So every grade is back in bounded time, and
 ordinary ones do not notice the others.
 """
 
@@ -63,6 +63,8 @@ class _Job:
     hostile: bool
     asked: float
     future: concurrent.futures.Future[bool | None]
+    deaths: int = 0
+    """Workers that died over it. The first may have been killed by somebody else: it is asked once more."""
 
 
 @dataclasses.dataclass
@@ -80,9 +82,10 @@ class GradingPool:
         if config.workers < 2:
             raise ValueError(f"workers is {config.workers}: expected at least 2, one of which is for harmless answers")
         self._config = config
-        self._lock = threading.Lock()  # guards _asked and _closing
+        self._lock = threading.Lock()  # guards _asked, _closing and _error
         self._asked: collections.deque[_Job] = collections.deque()
         self._closing = False
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -99,8 +102,8 @@ class GradingPool:
         itself has failed."""
         job = _Job(question, looks_hostile(question), time.monotonic(), concurrent.futures.Future())
         with self._lock:
-            if self._closing:
-                raise RuntimeError("the grading pool is closed")
+            if self._closing or self._error is not None:
+                raise RuntimeError("the grading pool is closed") from self._error
             self._asked.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
@@ -123,6 +126,7 @@ class GradingPool:
     # --- the thread ---
 
     def _run(self) -> None:
+        error: BaseException = concurrent.futures.CancelledError("the grading pool is closed")
         try:
             with tempfile.TemporaryDirectory(prefix="areal-grading-") as directory:
                 address = str(pathlib.Path(directory) / "socket")
@@ -130,16 +134,15 @@ class GradingPool:
                     listener.bind(address)
                     listener.listen(64)
                     self._serve(listener, address)
-        except BaseException as error:  # top of the thread: whoever waits for a grade hears of it
-            self._fail(error)
-            raise
-        finally:
-            for worker in list(self._workers):
-                self._discard(worker)
-            os.close(self._wake_read)
+        except Exception as failure:  # top of the thread: whoever waits for a grade, or asks for one, hears of it
+            error = failure
+        self._fail(error)
+        for worker in list(self._workers):
+            self._discard(worker)
+        os.close(self._wake_read)
 
     def _serve(self, listener: socket.socket, address: str) -> None:
-        nursery = self._start_nursery(address)
+        self._start_nursery(address)
         try:
             while not self._closing:
                 ready = wait([self._wake_read, listener, *(w.connection for w in self._workers)], self._patience())
@@ -152,11 +155,10 @@ class GradingPool:
                 self._take_in()
                 self._give_up_late()
                 self._dispatch()
-                nursery = self._replenish(nursery, address)
+                self._replenish(address)
         finally:
-            nursery.kill()
-            nursery.wait()
-            self._fail(concurrent.futures.CancelledError("the grading pool was closed"))
+            self._nursery.kill()
+            self._nursery.wait()
 
     def _welcome(self, listener: socket.socket) -> None:
         """A worker has connected; the first thing that it says is its process id."""
@@ -185,13 +187,18 @@ class GradingPool:
 
     def _heard(self, worker: _Worker) -> None:
         """A worker has answered, or died of what it was asked."""
-        job = worker.job
+        job, worker.job = worker.job, None
         try:
             verdict = worker.connection.recv()
         except (EOFError, OSError):
-            verdict = None
             self._discard(worker)
-        worker.job = None
+            if job is None:
+                return
+            job.deaths += 1
+            if job.deaths == 1:
+                self._lines[job.hostile].appendleft(job)
+                return
+            verdict = None
         if job is not None:
             job.future.set_result(verdict)
 
@@ -231,33 +238,30 @@ class GradingPool:
                     self._discard(worker)
                     line.appendleft(job)
 
-    def _replenish(self, nursery: subprocess.Popen[bytes], address: str) -> subprocess.Popen[bytes]:
+    def _replenish(self, address: str) -> None:
         """Keeps `workers` and one warm spare alive."""
-        if nursery.poll() is not None or (self._forking and time.monotonic() > self._ready_by):
+        if self._nursery.poll() is not None or (self._forking and time.monotonic() > self._ready_by):
             if self._nurseries >= MAX_NURSERIES:
                 raise RuntimeError(
                     f"the grading processes cannot be started ({MAX_NURSERIES} attempts); is math-verify installed?"
                 )
-            nursery.kill()
-            nursery.wait()
+            self._nursery.kill()
+            self._nursery.wait()
             self._forking = 0
-            nursery = self._start_nursery(address)
+            self._start_nursery(address)
         missing = self._config.workers + 1 - len(self._workers) - self._forking
         if missing > 0:
-            assert nursery.stdin is not None
-            try:
-                nursery.stdin.write(b"\n" * missing)
-                nursery.stdin.flush()
-            except OSError:  # it has just died: the next turn sees that
-                return nursery
-            self._forking += missing
-            self._ready_by = time.monotonic() + STARTUP_SECONDS
-        return nursery
+            assert self._nursery.stdin is not None
+            with contextlib.suppress(OSError):  # it has just died: the next turn sees that
+                self._nursery.stdin.write(b"\n" * missing)
+                self._nursery.stdin.flush()
+                self._forking += missing
+                self._ready_by = time.monotonic() + STARTUP_SECONDS
 
-    def _start_nursery(self, address: str) -> subprocess.Popen[bytes]:
+    def _start_nursery(self, address: str) -> None:
         self._nurseries += 1
         c = self._config
-        return subprocess.Popen(
+        self._nursery = subprocess.Popen(
             [sys.executable, "-m", "areal_jax.rewards.grader", address, str(c.memory_mb), str(c.timeout_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -266,6 +270,8 @@ class GradingPool:
         )
 
     def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
         self._take_in()
         jobs = [w.job for w in self._workers if w.job is not None] + [*self._lines[False], *self._lines[True]]
         for worker in self._workers:

@@ -39,6 +39,8 @@ class EngineConfig:
     """Numbers of slots that one refill is compiled for, ascending."""
     length_ladder: tuple[int, ...]
     """Sequence lengths that one refill is compiled for, ascending; the last is max_length."""
+    prefill_tokens: int
+    """Most slots x length of one refill, which bounds its memory; a single row may be longer."""
     eos_ids: tuple[int, ...]
     kv_on_update: str
     """On a weight swap, 'recompute' live keys and values (AReaL) or 'keep' them (PipelineRL, arXiv 2509.19128)."""
@@ -213,7 +215,8 @@ class Engine:
             slots = np.full(rows, out_of_range, np.int32)
             self._place([], slots)
             for length in self.config.length_ladder:
-                self._state = self.program.refill(self.snapshot.params, self._state, slots, length)
+                if self._fits(rows, length):
+                    self._state = self.program.refill(self.snapshot.params, self._state, slots, length)
             jax.block_until_ready(self.program.take(self._state, slots))
             self._state = self.program.deactivate(self._state, slots)
         jax.block_until_ready(self.program.recent(self._state))
@@ -250,7 +253,7 @@ class Engine:
         return self._harvest(finished, cut)
 
     def _stopped_by_text(self) -> dict[int, int]:
-        """Slot -> its length up to the end of a stop string, for those in which one has turned up; ends their decoding."""
+        """Slot -> its length up to the end of a stop string, where one has turned up; ends the decoding of those."""
         stop = self.program.stop
         assert stop is not None
         recent, lengths = np.asarray(self.program.recent(self._state)), np.asarray(self._state.lengths)
@@ -294,10 +297,20 @@ class Engine:
         if not slots:
             return
         lengths = np.asarray(self._state.lengths)
-        for _, padded in self._padded(sorted(slots, key=lambda s: lengths[s])):
-            longest = max(lengths[s] for s in padded if s < self.config.slots)
-            length = next(n for n in self.config.length_ladder if n >= longest)
-            self._state = self.program.refill(self.snapshot.params, self._state, padded, length)
+        left = sorted(slots, key=lambda s: lengths[s])
+        while left:
+            # the largest piece, from the short end, that its longest member leaves within prefill_tokens
+            for _, piece in (self._padded(left[:rows])[0] for rows in reversed(self.config.row_ladder)):
+                longest = max(lengths[s] for s in piece if s < self.config.slots)
+                length = next(n for n in self.config.length_ladder if n >= longest)
+                if self._fits(len(piece), length):
+                    break
+            self._state = self.program.refill(self.snapshot.params, self._state, piece, length)
+            left = left[len(piece) :]
+
+    def _fits(self, rows: int, length: int) -> bool:
+        """Whether one refill may have so many rows of this length."""
+        return rows * length <= self.config.prefill_tokens or rows == self.config.row_ladder[0]
 
     def _decode(self, min_active: int) -> None:
         self._state, steps = self.program.decode(

@@ -24,7 +24,7 @@ class GradingConfig:
     incorrect: float = 0.0
     grade_truncated: bool = False
     """False: a verdict on a response that was cut at its limit is always 'incorrect'."""
-    pool: PoolConfig = PoolConfig()
+    pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
 
 
 @dataclasses.dataclass(frozen=True)

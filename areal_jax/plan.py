@@ -1,0 +1,202 @@
+"""`--dry_run`: what a run would put where, and whether it fits, without reading weights.
+
+State (parameters, optimizer, gradients, caches) is counted exactly from the shapes and shardings. What a step holds for
+a while is estimated from what the plain XLA program keeps; `tests/plan_test.py` compares it with XLA's own figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any, cast
+
+import jax
+import ml_collections
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from areal_jax import build, sharding
+from areal_jax.models.transformer import QUERY_BLOCK, Model, TransformerConfig
+from areal_jax.types import UserError
+
+GIB = 1 << 30
+SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
+LOGIT_BYTES = 12  # of one logit: logits, log-softmax and their gradient
+RESERVE = 0.92  # share of a device's memory that a program can have
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The devices of one role."""
+
+    devices: int
+    bytes_per_device: int
+    is_cpu: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RolePlan:
+    """One role's mesh and memory, in bytes per device."""
+
+    role: str
+    slice: Slice
+    mesh: dict[str, int]
+    parameters: int
+    items: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= RESERVE * self.slice.bytes_per_device
+
+
+def parse_slice(text: str) -> Slice:
+    """'8x80': 8 devices of 80 GiB. Raises UserError."""
+    match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+    if not match or int(match[1]) < 1:
+        raise UserError(f"a slice is {text!r}; expected DEVICESxGIB, such as 8x80")
+    return Slice(int(match[1]), int(float(match[2]) * GIB))
+
+
+def this_machine() -> Slice:
+    """The devices that jax sees here."""
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        with open("/proc/meminfo") as file:
+            kib = int(re.search(r"MemTotal:\s+(\d+)", file.read())[1])  # type: ignore[index]
+        return Slice(len(devices), kib * 1024 // len(devices), is_cpu=True)
+    return Slice(len(devices), int((devices[0].memory_stats() or {})["bytes_limit"]))
+
+
+def make_plan(config: ml_collections.ConfigDict, trainer: Slice, sampler: Slice) -> list[RolePlan]:
+    """Both roles. Raises UserError for a mesh that its devices, or the model, do not allow."""
+    model_config = build.find_model(config)[1]
+    return [
+        _trainer_plan(config, _model(config, "trainer", model_config, trainer), trainer),
+        _sampler_plan(config, _model(config, "sampler", model_config, sampler), sampler),
+    ]
+
+
+def report(plans: list[RolePlan], share_devices: bool) -> str:
+    """The plan as text. Raises UserError, with the text, if a role does not fit.
+
+    share_devices: both roles are on the same devices (colocated, or the cores of one machine).
+    """
+    lines = [f"parameters: {plans[0].parameters:,}"]
+    for p in plans:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in p.mesh.items())
+        kind = "CPU device(s)" if p.slice.is_cpu else "device(s)"
+        lines += ["", f"{p.role}: {p.slice.devices} {kind} of {_size(p.slice.bytes_per_device)}, mesh {mesh}"]
+        lines += [f"  {name:<44}{_size(size):>12}" for name, size in p.items.items()]
+        lines += [f"  {'per device':<44}{_size(p.total):>12}"]
+    lacking = [p for p in plans if not p.fits]
+    if share_devices and not lacking:
+        needed, present = sum(p.total for p in plans), plans[0].slice.bytes_per_device
+        lines += ["", f"both roles on the same devices: {_size(needed)} of {_size(present)}"]
+        lacking = plans if needed > RESERVE * present else []
+    text = "\n".join(lines)
+    if lacking:
+        p = max(lacking, key=lambda p: p.total)
+        largest = max(p.items, key=lambda k: p.items[k])
+        raise UserError(
+            f"this does not fit\n{text}\n\nthe {' and the '.join(p.role for p in lacking)} would need more than the "
+            f"{_size(int(RESERVE * p.slice.bytes_per_device))} that a program can have of a device; the largest part "
+            f"is {largest!r}. {REMEDIES[p.role]}"
+        )
+    return text + "\n\nit fits (activations are an estimate)"
+
+
+REMEDIES = {
+    "trainer": "Shard it over more devices (mesh.trainer.fsdp, tensor), shorten trainer.row_length, lower "
+    "trainer.micro_batch_rows, or set trainer.remat='full'",
+    "sampler": "Shard it over more devices (mesh.sampler.tensor), lower rollout.slots, or shorten "
+    "rollout.max_response_length",
+}
+
+
+def _model(config: ml_collections.ConfigDict, role: str, model_config: TransformerConfig, devices: Slice) -> Model:
+    shape = sharding.mesh_sizes(config.mesh[role].to_dict(), devices.devices)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return build.model_on(cast(Mesh, mesh), config, role, model_config, on_cpu=devices.is_cpu)
+
+
+def _state_bytes(model: Model) -> int:
+    """Of the parameters, on one device."""
+    leaves = jax.tree.leaves(model.abstract_params)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
+    state, shape = _state_bytes(model), dict(model.mesh.shape)
+    rows = config.trainer.micro_batch_rows // (shape["data"] * shape["fsdp"])
+    row = config.trainer.row_length
+    items = {
+        "parameters (float32)": state,
+        "optimizer state (float32)": 2 * state,
+        "gradients (sum and micro-batch, float32)": 2 * state,
+        "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]),
+        "logits of a micro-batch": rows * row * model.config.vocab_size * LOGIT_BYTES // shape["tensor"],
+    }
+    return RolePlan("trainer", devices, shape, model.parameter_count(), items)
+
+
+def activation_bytes(c: TransformerConfig, rows: int, row_length: int, tensor: int) -> int:
+    """What the backward of a micro-batch of [rows, row_length] needs of its forward, on one device."""
+    size = 2 if c.compute_dtype == "bfloat16" else 4
+    tokens = rows * row_length
+    wide = (4 * c.heads + 4 * c.kv_heads) * c.head_dim + 4 * c.d_ff  # sharded over `tensor`
+    kept = tokens * (6 * c.d_model * size + wide * size // tensor)
+    scores = rows * c.heads * min(row_length, QUERY_BLOCK) * row_length * SCORE_BYTES // tensor
+    if row_length > QUERY_BLOCK:  # of one block of one layer at a time
+        return _with_remat(c, tokens, kept, wide // tensor) + scores
+    return _with_remat(c, tokens, kept + scores, wide // tensor)
+
+
+def _with_remat(c: TransformerConfig, tokens: int, layer: int, wide: int) -> int:
+    """Bytes over all layers, if `layer` is what one keeps without rematerialisation."""
+    size = 2 if c.compute_dtype == "bfloat16" else 4
+    inputs = tokens * c.d_model * size
+    between = {"none": layer, "dots": inputs + tokens * wide * size // 2, "full": inputs}[c.remat]
+    return c.layers * between + (0 if c.remat == "none" else layer)
+
+
+def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
+    c, shape = model.config, dict(model.mesh.shape)
+    state, engine = _state_bytes(model), build.engine_config(config, ())
+    size = 2 if c.compute_dtype == "bfloat16" else 4
+    data, tensor = shape["data"] * shape["fsdp"], shape["tensor"]
+    cache = 2 * c.layers * engine.slots * engine.max_length * c.kv_heads * c.head_dim * size // (data * tensor)
+    tables = 3 * 4 * engine.slots * engine.max_length
+    tokens = min(engine.row_ladder[-1] * engine.max_length, max(engine.prefill_tokens, engine.max_length))
+    scores = tokens * c.heads * min(engine.max_length, QUERY_BLOCK) * 8
+    prefill = tokens * 3 * c.d_model * size + (tokens * 2 * c.d_ff * size + scores) // tensor
+    prefill += 2 * c.layers * tokens * c.kv_heads * c.head_dim * size // tensor
+    logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
+    items = {
+        f"parameters ({c.compute_dtype})": state,
+        "new parameters while weights are swapped": state,
+        "keys and values, tokens": cache + tables,
+        "the same, of an evaluation beside training": cache + tables,
+        "prefill or decode step": max(prefill, logits),
+    }
+    return RolePlan("sampler", devices, shape, model.parameter_count(), items)
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def run(config: ml_collections.ConfigDict, trainer: str, sampler: str, kind: str) -> str:
+    """The text of `--dry_run`: for the slices given as DEVICESxGIB, or the devices of this machine where ''.
+
+    kind: 'colocated' or 'local'. On one machine `local` shares its accelerators out, half to each role.
+    """
+    here: Any = None if trainer and sampler else this_machine()
+    share_devices = kind == "colocated" or (here is not None and here.is_cpu)
+    if here is not None and not share_devices and here.devices > 1:
+        here = dataclasses.replace(here, devices=here.devices // 2)
+    plans = make_plan(config, parse_slice(trainer) if trainer else here, parse_slice(sampler) if sampler else here)
+    return report(plans, share_devices)

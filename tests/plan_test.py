@@ -1,0 +1,148 @@
+"""`--dry_run`: exact for what is counted, near XLA's own figure for what is estimated, and it refuses."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax import build, plan
+from areal_jax.data import packing
+from areal_jax.models.transformer import TransformerConfig, build_model
+from areal_jax.rl.losses import LossConfig
+from areal_jax.trainer import train_step
+from areal_jax.trainer.optimizer import OptimizerConfig, make_optimizer
+from areal_jax.types import UserError
+from configs import default
+from configs import math as presets
+from tests.helpers import one_device_mesh, run_main
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768, "vocab_size": 151936, "rope_theta": 1e6, "num_key_value_heads": 2,
+}  # fmt: skip
+SHAPES = {
+    "qwen2.5-0.5b": QWEN2 | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                             "num_attention_heads": 14, "tie_word_embeddings": True},
+    "qwen2.5-1.5b": QWEN2 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                             "num_attention_heads": 12, "tie_word_embeddings": True},
+    "qwen3-1.7b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "vocab_size": 151936, "rope_theta": 1e6, "num_key_value_heads": 8,
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "r1-distill-qwen-1.5b": QWEN2 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                                     "num_attention_heads": 12, "tie_word_embeddings": False, "rope_theta": 1e4},
+    "r1-distill-qwen-7b": QWEN2 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+                                   "tie_word_embeddings": False, "rope_theta": 1e4},
+}  # fmt: skip
+"""The published shapes of the presets' models."""
+PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen3-1.7b": 1_720_574_976,
+    "r1-distill-qwen-1.5b": 1_777_088_000, "r1-distill-qwen-7b": 7_615_616_512,
+}  # fmt: skip
+SLICES = {
+    "qwen2.5-0.5b": ("1x80", "1x80"), "qwen2.5-1.5b": ("2x80", "1x80"), "qwen3-1.7b": ("4x80", "1x80"),
+    "r1-distill-qwen-1.5b": ("4x80", "1x80"), "r1-distill-qwen-7b": ("8x80", "1x80"),
+}  # fmt: skip
+"""What the presets' docstrings state: the trainer's devices, and those of one sampler."""
+
+
+def preset_with_shape(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    config = presets.get_config(name)
+    config.model.path = str(tmp_path)
+    return config
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_preset_fits_the_slice_that_it_states_in_about_the_memory_that_it_states(name, tmp_path):
+    plans = plan.make_plan(preset_with_shape(name, tmp_path), *map(plan.parse_slice, SLICES[name]))
+    assert plans[0].parameters == PARAMETERS[name]
+    assert "it fits" in plan.report(plans, share_devices=False)
+    stated = presets.PRESETS[name].__doc__
+    for p in plans:
+        assert f"about {round(p.total / plan.GIB)} GiB" in stated, (p.role, p.total / plan.GIB)
+
+
+def test_what_cannot_fit_is_refused_with_the_largest_part_and_the_remedy(tmp_path):
+    config = preset_with_shape("r1-distill-qwen-7b", tmp_path)
+    with pytest.raises(UserError) as error:
+        plan.report(plan.make_plan(config, plan.Slice(1, 80 * plan.GIB), plan.Slice(1, 80 * plan.GIB)), False)
+    for words in (
+        "parameters: 7,615,616,512",
+        "the trainer would need",
+        "'logits of a micro-batch'",
+        "mesh.trainer.fsdp",
+    ):
+        assert words in str(error.value)
+    config.trainer.micro_batch_rows = 6
+    with pytest.raises(UserError, match="micro_batch_rows is 6 and the trainer's mesh has data x fsdp = 4"):
+        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(1, plan.GIB))
+    config.mesh.sampler.tensor = 8
+    config.mesh.sampler.data = 1
+    config.trainer.micro_batch_rows = 8
+    with pytest.raises(UserError, match="tensor is 8 and does not divide the model's heads = 28"):
+        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(8, plan.GIB))
+
+
+def test_state_is_counted_exactly_over_the_shards():
+    config = default.get_config()
+    config.mesh.trainer.update({"data": 1, "fsdp": 2, "tensor": 2})
+    made = plan.make_plan(config, plan.Slice(4, plan.GIB, is_cpu=True), plan.Slice(1, plan.GIB, is_cpu=True))[0]
+    policy = build.find_policy(config)
+    from areal_jax import sharding
+
+    mesh = sharding.make_mesh({"data": 1, "fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    model = build.model_on(mesh, config, "trainer", policy.config, on_cpu=True)
+    params = model.init_params(0)
+    on_first = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards if s.device.id == 0)
+    assert made.items["parameters (float32)"] == on_first
+    assert made.items["optimizer state (float32)"] == 2 * on_first
+
+
+@pytest.mark.parametrize(("rows", "length"), [(4, 128), (1, 512), (8, 64)])
+def test_activations_are_near_what_xla_reserves(rows, length):
+    """The estimate covers the compiled update's temporary memory, and not more than twice it."""
+    config = TransformerConfig(
+        vocab_size=3000, layers=4, d_model=128, heads=8, kv_heads=2, head_dim=16, d_ff=512, remat="none"
+    )
+    model = build_model(config, one_device_mesh())
+    batch = packing.pack([], np.zeros(0), packing.PackingConfig(length, rows, length), 2)
+    programs = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), LossConfig("ppo"), 1.0, batch)
+    state = 4 * model.parameter_count()
+    reserved = programs.update.memory_analysis().temp_size_in_bytes
+    estimate = 2 * state + plan.activation_bytes(config, rows, length, 1) + rows * length * 3000 * plan.LOGIT_BYTES
+    assert 0.8 * reserved < estimate < 2 * reserved, (estimate, reserved)
+
+
+def test_rematerialisation_and_blocks_lower_the_estimate():
+    config = TransformerConfig(vocab_size=3000, layers=24, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=2048)
+    sizes = {
+        remat: plan.activation_bytes(dataclasses.replace(config, remat=remat), 1, 4096, 1)
+        for remat in ("none", "dots", "full")
+    }
+    assert sizes["none"] > sizes["dots"] > sizes["full"]
+
+
+def test_dry_run_reads_no_weights_and_leaves_nothing(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen2.5-0.5b"]))
+    arguments = ["--config=configs/math.py:qwen2.5-0.5b", f"--config.model.path={tmp_path / 'model'}", "--dry_run"]
+    workdir = f"--config.workdir={tmp_path / 'run'}"
+    done = run_main(*arguments, workdir, "--trainer_slice=1x80", "--sampler_slice=1x80")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "parameters: 494,032,768",
+        "trainer: 1 device(s) of 80.00 GiB, mesh data 1 x fsdp 1 x tensor 1",
+        "it fits",
+    ):
+        assert words in done.stdout
+    assert not (tmp_path / "run").exists()
+    refused = run_main(*arguments, "--trainer_slice=1x8", "--sampler_slice=1x80")
+    assert refused.returncode == 1
+    assert "the trainer would need more" in refused.stderr
+    assert run_main(*arguments, "--trainer_slice=huge").stderr.endswith("expected DEVICESxGIB, such as 8x80\n")
