@@ -89,7 +89,7 @@ CHECKS: dict[str, Check] = {
     "reward.name": _known(REWARDS),
     "reward.correct": POSITIVE,
     "reward.incorrect": (lambda v: v <= 0, "expected at most 0"),
-    "reward.workers": _at_least(2),
+    "reward.workers": _at_least(1),
     "reward.timeout_seconds": POSITIVE,
     "reward.memory_mb": _at_least(64),
     "advantage.name": _known(ADVANTAGES),

@@ -88,7 +88,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.reward.correct = 1.0  # the reward of a right answer, > 0
     c.reward.incorrect = 0.0  # and of a wrong one, <= 0
     c.reward.grade_truncated = False  # whether a response cut at max_response_length may be right
-    c.reward.workers = 2  # processes for answers that need symbolic comparison, >= 2
+    c.reward.workers = 2  # symbolic comparisons at once in each sampler, >= 1
     c.reward.timeout_seconds = 2.0  # after which such a grade is killed and counts as wrong, > 0
     c.reward.memory_mb = 1024  # of one such process, >= 64
     c.reward.shuffle = False  # control experiment: permute the rewards of each batch, so that they carry no signal

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.metrics import read_metrics
+
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -32,6 +34,35 @@ def run_main(workdir: pathlib.Path, config: str, overrides: dict[str, Any]) -> d
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
     return dict(json.loads(summary.read_text()))
+
+
+def evaluation_curve(workdir: pathlib.Path, **labels: Any) -> list[dict[str, Any]]:
+    """The held-out measurements of a run, in order, each with the labels."""
+    return [
+        {
+            **labels,
+            "version": r["version"],
+            "seconds": r["seconds"],
+            "sampled": r["heldout/sampled_accuracy"],
+            "standard_error": r["heldout/sampled_standard_error"],
+            "greedy": r["heldout/greedy_accuracy"],
+        }
+        for r in read_metrics(workdir)
+        if r["kind"] == "evaluation"
+    ]
+
+
+def draw_curve(panel: Any, points: Sequence[dict[str, Any]], seed: int, **style: Any) -> None:
+    """Held-out accuracy at temperature 1, with its standard error, against the policy version; a marker per seed."""
+    panel.errorbar(
+        [c["version"] for c in points],
+        [c["sampled"] for c in points],
+        yerr=[c["standard_error"] for c in points],
+        marker="osd"[seed % 3],
+        markersize=3,
+        linewidth=1,
+        **style,
+    )
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, draws: int = 10_000) -> tuple[float, float]:

@@ -13,7 +13,6 @@ import argparse
 import pathlib
 from typing import Any
 
-from areal_jax.metrics import read_metrics
 from experiments import common
 
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,19 +54,7 @@ def main() -> None:
             summary = common.run_main(workdir, config, {"seed": seed, **overrides})
             rows.append({"condition": condition, "seed": seed, **{c: summary[c] for c in COLUMNS}})
             print(rows[-1], flush=True)
-            curves += [
-                {
-                    "condition": condition,
-                    "seed": seed,
-                    "version": r["version"],
-                    "seconds": r["seconds"],
-                    "sampled": r["heldout/sampled_accuracy"],
-                    "standard_error": r["heldout/sampled_standard_error"],
-                    "greedy": r["heldout/greedy_accuracy"],
-                }
-                for r in read_metrics(workdir)
-                if r["kind"] == "evaluation"
-            ]
+            curves += common.evaluation_curve(workdir, condition=condition, seed=seed)
     common.write_csv(options.output / "runs.csv", rows)
     common.write_csv(options.output / "curves.csv", curves)
     plot(options.output, rows, curves)
@@ -87,17 +74,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     for condition, (panel, color, line) in styles.items():
         for seed in sorted({r["seed"] for r in rows}):
             mine = [c for c in curves if c["condition"] == condition and c["seed"] == seed]
-            panels[panel].errorbar(
-                [c["version"] for c in mine],
-                [c["sampled"] for c in mine],
-                yerr=[c["standard_error"] for c in mine],
-                color=color,
-                linestyle=line,
-                marker="osd"[seed % 3],
-                markersize=3,
-                linewidth=1,
-                label=f"{condition}, seed {seed}",
-            )
+            common.draw_curve(panels[panel], mine, seed, color=color, linestyle=line, label=f"{condition}, seed {seed}")
     taught = [r["warm_start_skill_accuracy"] for r in rows if r["condition"] == "tiny"]
     for value in taught:
         panels[0].axhline(value, color="tab:orange", linewidth=0.8, linestyle=":")

@@ -61,7 +61,7 @@ def test_every_key_is_checked_or_free():
         ({"data.name": "jsonl", "warm_start.enabled": False}, ["model.path is empty", "'jsonl'"]),
         ({"rollout.stop_strings": ("",)}, ["stop_strings", "none empty"]),
         ({"reward.incorrect": 1.0}, ["reward.incorrect is 1.0", "at most 0"]),
-        ({"reward.workers": 1}, ["reward.workers is 1"]),
+        ({"reward.workers": 0}, ["reward.workers is 0"]),
         ({"trainer.remat": "some"}, ["'some'", "dots"]),
     ],
 )

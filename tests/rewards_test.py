@@ -20,6 +20,7 @@ from areal_jax.rewards.pool import GradingPool, PoolConfig, looks_hostile
 from areal_jax.rollout.engine import Completion, Request
 from areal_jax.rollout.grading import Grader, GradingConfig
 from areal_jax.types import Prompt
+from experiments.grading import HOSTILE
 
 GSM8K = pathlib.Path(__file__).parent.parent.parent / "shared" / "gsm8k" / "test.jsonl.gz"
 
@@ -114,14 +115,6 @@ def test_gsm8k_solutions_are_right_and_shuffled_ones_wrong():
 
 # --- the pool ---
 
-HOSTILE = [
-    "9^{9^{9^{9}}}", "10^{10^{10}}", "99999999!", "(10^8)!", "(" * 500 + "1" + ")" * 500, "2**" * 200 + "2",
-    r"\sum_{n=1}^{10^9} n^n", "x" * 2000, r"\frac{" * 300, "2^{10^9}", r"\int e^{x^2} \sin(x^x) dx", "1e999999999",
-    "\\left(" * 200, "＼ｂｏｘｅｄ" + "\u202e" * 50 + "9", r"\sqrt{" * 150 + "2" + "}" * 150, "7" * 100_000,
-    "junk " * 200_000, r"\boxed{7", r"\boxed{7}" * 300, "x^" * 300 + "x", r"\binom{10^7}{5\cdot 10^6}",
-    "-" * 1000 + "1", r"\begin{pmatrix}" + "1&" * 500, "0." + "3" * 900, "".join(f"x_{{{i}}}+" for i in range(300)),
-]  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def pool():
@@ -177,14 +170,22 @@ def test_a_worker_that_hogs_memory_or_dies_counts_as_none_and_is_replaced():
         assert pool.ask(Question("x+1", "1+x", boxed=True)).result(timeout=60) is True
     finally:
         pool.close()
-    assert not any(alive(w) for w in pids)
+    assert_gone(pids)
 
 
 def alive(pid):
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def assert_gone(pids):
+    """A killed process may take a moment to go."""
+    deadline = time.monotonic() + 20
+    while any(alive(p) for p in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_closed_pool_answers_nobody_and_leaves_no_process():
@@ -199,8 +200,7 @@ def test_a_closed_pool_answers_nobody_and_leaves_no_process():
         waiting.result(timeout=5)
     with pytest.raises(RuntimeError, match="closed"):
         pool.ask(Question("x", "x", boxed=True))
-    time.sleep(0.2)
-    assert not any(alive(p) for p in pids)
+    assert_gone(pids)
 
 
 def test_a_grader_that_cannot_start_is_an_error(monkeypatch):

@@ -2,8 +2,9 @@
 
     python -m areal_jax.rewards.grader ADDRESS MEMORY_MB SECONDS
 
-The nursery forks a worker for every line on its standard input and ends when that closes. A worker connects to ADDRESS,
-says its process id and then answers (reference, answer, boxed) with True or False until the connection closes. Forking
+The nursery forks a worker for every line on its standard input, which says `harmless` or `hostile` (the questions that
+the worker is for), and ends when that closes. A worker connects to ADDRESS, says its process id and which it is, and
+answers (reference, answer, boxed) with True or False until the connection closes. Forking
 takes milliseconds; importing sympy takes a second. Nothing here imports jax.
 """
 
@@ -28,16 +29,16 @@ def judge(reference: str, answer: str, boxed: bool) -> bool:
     return bool(math_verify.verify(gold, found, timeout_seconds=None))
 
 
-def work(address: str, memory_mb: int, seconds: float) -> None:
+def work(address: str, memory_mb: int, seconds: float, hostile: bool) -> None:
     """A worker's life. It has memory_mb to itself, and ends itself should a grade take much longer than `seconds` of
     processor time: its parent, which kills it then, may be gone."""
     used = _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (used + (memory_mb << 20),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.setrecursionlimit(STACK_FRAMES)
-    os.nice(5)  # decoding goes first
+    os.nice(19 if hostile else 5)  # decoding goes first
     with Client(address) as connection:
-        connection.send(os.getpid())
+        connection.send((os.getpid(), hostile))
         while True:
             try:
                 question = connection.recv()
@@ -68,12 +69,12 @@ def main(address: str, memory_mb: int, seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     judge("x+1", "1+x", boxed=True)  # what is imported late is imported now
-    for _ in sys.stdin.buffer:
+    for line in sys.stdin.buffer:
         if os.fork() == 0:
             status = 1
             try:
                 os.close(0)
-                work(address, memory_mb, seconds)
+                work(address, memory_mb, seconds, hostile=line == b"hostile\n")
                 status = 0
             finally:
                 os._exit(status)

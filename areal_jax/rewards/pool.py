@@ -1,9 +1,8 @@
 """Symbolic grading in worker processes that can be killed, so that no answer can hang, eat or stall anything else.
 
-Questions wait in two lines. What looks harmless goes first and always finds a worker; what looks as if it might take
-for ever (towers of powers, factorials, deep nesting, sheer length) never has more than all workers but one, and is
-given up `timeout_seconds` after it was asked even if its turn has not come. So every grade is back in bounded time, and
-ordinary ones do not notice the others.
+Questions wait in two lines, each with workers of its own. What looks as if it might take for ever (towers of powers,
+factorials, deep nesting, sheer length) is graded at the lowest priority, and is given up `timeout_seconds` after it was
+asked even if its turn has not come. So every grade is back in bounded time, and ordinary ones hardly notice the others.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ class PoolConfig:
     """The keys of `config.reward` that bound the pool."""
 
     workers: int = 2
-    """Grades at once, at least 2; one more process is kept warm."""
+    """Harmless questions graded at once, at least 1; one more process is kept warm, and half as many (at least one)
+    take the hostile ones."""
     timeout_seconds: float = 2.0
     memory_mb: int = 1024
     """Of one worker, beside what it starts with."""
@@ -71,6 +71,8 @@ class _Job:
 class _Worker:
     connection: Connection
     pid: int
+    hostile: bool
+    """Which line it serves."""
     job: _Job | None = None
     started: float = 0.0
 
@@ -79,8 +81,8 @@ class GradingPool:
     """Starts with the first question. `close` ends its processes; so does the death of this one."""
 
     def __init__(self, config: PoolConfig):
-        if config.workers < 2:
-            raise ValueError(f"workers is {config.workers}: expected at least 2, one of which is for harmless answers")
+        if config.workers < 1:
+            raise ValueError(f"workers is {config.workers}: expected at least 1")
         self._config = config
         self._lock = threading.Lock()  # guards _asked, _closing and _error
         self._asked: collections.deque[_Job] = collections.deque()
@@ -93,7 +95,7 @@ class GradingPool:
         # below: the thread's own
         self._lines: dict[bool, collections.deque[_Job]] = {False: collections.deque(), True: collections.deque()}
         self._workers: list[_Worker] = []
-        self._forking = 0
+        self._forking = {False: 0, True: 0}
         self._nurseries = 0
         self._ready_by = 0.0
 
@@ -161,15 +163,16 @@ class GradingPool:
             self._nursery.wait()
 
     def _welcome(self, listener: socket.socket) -> None:
-        """A worker has connected; the first thing that it says is its process id."""
+        """A worker has connected; the first thing that it says is its process id and its line."""
         connection = Connection(listener.accept()[0].detach())
         try:
             if connection.poll(1.0):
-                self._workers.append(_Worker(connection, connection.recv()))
+                pid, hostile = connection.recv()
+                self._workers.append(_Worker(connection, pid, hostile))
+                self._forking[hostile] -= 1
                 self._nurseries = 1
         except (EOFError, OSError):
-            connection.close()  # it died young
-        self._forking -= 1
+            connection.close()  # it died young; `_ready_by` makes up for it
 
     def _patience(self) -> float:
         """Seconds until something may be late."""
@@ -219,44 +222,46 @@ class GradingPool:
         self._workers.remove(worker)
 
     def _dispatch(self) -> None:
-        limits = {False: self._config.workers, True: self._config.workers - 1}
-        for hostile in (False, True):
-            line = self._lines[hostile]
-            while line:
-                busy = [w for w in self._workers if w.job is not None]
-                of_this_line = sum(w.job is not None and w.job.hostile == hostile for w in busy)
-                idle = [w for w in self._workers if w.job is None]
-                if not idle or len(busy) >= self._config.workers or of_this_line >= limits[hostile]:
-                    break
-                worker, job = idle[0], line.popleft()
+        for hostile, line in self._lines.items():
+            mine = [w for w in self._workers if w.hostile == hostile]
+            idle = [w for w in mine if w.job is None]
+            room = self._at_once(hostile) - (len(mine) - len(idle))
+            while line and idle and room > 0:
+                worker, job = idle.pop(), line.popleft()
                 worker.job, worker.started = job, time.monotonic()
                 q = job.question
                 try:
                     worker.connection.send((q.reference, q.answer, q.boxed))
+                    room -= 1
                 except OSError:  # it died idle; ask another
                     worker.job = None
                     self._discard(worker)
                     line.appendleft(job)
 
+    def _at_once(self, hostile: bool) -> int:
+        return max(1, self._config.workers // 2) if hostile else self._config.workers
+
     def _replenish(self, address: str) -> None:
-        """Keeps `workers` and one warm spare alive."""
-        if self._nursery.poll() is not None or (self._forking and time.monotonic() > self._ready_by):
+        """Keeps the workers of both lines alive, and a warm spare for the harmless one."""
+        if self._nursery.poll() is not None or (any(self._forking.values()) and time.monotonic() > self._ready_by):
             if self._nurseries >= MAX_NURSERIES:
                 raise RuntimeError(
                     f"the grading processes cannot be started ({MAX_NURSERIES} attempts); is math-verify installed?"
                 )
             self._nursery.kill()
             self._nursery.wait()
-            self._forking = 0
+            self._forking = {False: 0, True: 0}
             self._start_nursery(address)
-        missing = self._config.workers + 1 - len(self._workers) - self._forking
-        if missing > 0:
-            assert self._nursery.stdin is not None
-            with contextlib.suppress(OSError):  # it has just died: the next turn sees that
-                self._nursery.stdin.write(b"\n" * missing)
-                self._nursery.stdin.flush()
-                self._forking += missing
-                self._ready_by = time.monotonic() + STARTUP_SECONDS
+        for hostile in (False, True):
+            wanted = self._at_once(hostile) + (0 if hostile else 1)
+            missing = wanted - sum(w.hostile == hostile for w in self._workers) - self._forking[hostile]
+            if missing > 0:
+                assert self._nursery.stdin is not None
+                with contextlib.suppress(OSError):  # it has just died: the next turn sees that
+                    self._nursery.stdin.write((b"hostile\n" if hostile else b"harmless\n") * missing)
+                    self._nursery.stdin.flush()
+                    self._forking[hostile] += missing
+                    self._ready_by = time.monotonic() + STARTUP_SECONDS
 
     def _start_nursery(self, address: str) -> None:
         self._nurseries += 1
