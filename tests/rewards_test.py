@@ -1,5 +1,6 @@
 """Grading: numbers in all their spellings, GSM8K's own solutions, and a pool that no answer can hang."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -158,12 +159,14 @@ def test_hostile_answers_all_come_back_and_stall_nobody(pool):
 
 
 def test_a_worker_that_hogs_memory_or_dies_counts_as_none_and_is_replaced():
+    others = workers_of_this_process()
     pool = GradingPool(PoolConfig(timeout_seconds=5.0, memory_mb=64))
     try:
         assert pool.ask(Question("1", "2", boxed=True)).result(timeout=60) is False
         hog = pool.ask(Question("7", "2^{10^{10}}", boxed=True))
         assert hog.result(timeout=60) in (None, False)  # MemoryError is no equality; a kill is none
-        pids = [w.pid for w in pool._workers]
+        pids = workers_of_this_process() - others
+        assert len(pids) >= 3
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         assert pool.ask(Question("x+1", "1+x", boxed=True)).result(timeout=60) in (True, None)
@@ -171,6 +174,18 @@ def test_a_worker_that_hogs_memory_or_dies_counts_as_none_and_is_replaced():
     finally:
         pool.close()
     assert_gone(pids)
+
+
+def workers_of_this_process():
+    """The grading processes whose nursery is ours."""
+    mine = str(os.getpid())
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"areal_jax.rewards.grader" in (path / "cmdline").read_bytes():
+                found[path.name] = (path / "stat").read_text().rsplit(") ", 1)[1].split()[1]
+    nurseries = {pid for pid, parent in found.items() if parent == mine}
+    return {int(pid) for pid, parent in found.items() if parent in nurseries}
 
 
 def alive(pid):
@@ -189,11 +204,13 @@ def assert_gone(pids):
 
 
 def test_a_closed_pool_answers_nobody_and_leaves_no_process():
+    others = workers_of_this_process()
     pool = GradingPool(PoolConfig(timeout_seconds=60.0))
     pool.ask(Question("x+1", "1+x", boxed=True)).result(timeout=60)
     waiting = pool.ask(Question("7", "9^{9^{9^{9}}}", boxed=True))
     time.sleep(0.2)
-    pids = [w.pid for w in pool._workers]
+    pids = workers_of_this_process() - others
+    assert len(pids) >= 2
     pool.close()
     pool.close()
     with pytest.raises(BaseException, match="closed"):
@@ -204,7 +221,7 @@ def test_a_closed_pool_answers_nobody_and_leaves_no_process():
 
 
 def test_a_grader_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr("areal_jax.rewards.pool.MAX_NURSERIES", 2)
+    monkeypatch.setattr("areal_jax.rewards.workers.MAX_NURSERIES", 2)
     monkeypatch.setattr("sys.executable", "/bin/false")
     pool = GradingPool(PoolConfig())
     with pytest.raises(RuntimeError, match="cannot be started"):
