@@ -159,6 +159,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "warm_start.enabled=False",
     )
     _require(
+        config.reward.name != "exact_answer" or data.name == "arithmetic",
+        f"reward.name is 'exact_answer', which reads the answers of 'arithmetic', and data.name is {data.name!r}: use "
+        "'math' or 'text'",
+    )
+    _require(
         bool(model.path) or data.name == "arithmetic",
         f"model.path is empty and data.name is {data.name!r}: a new model knows the characters of 'arithmetic' only; "
         "set model.path",

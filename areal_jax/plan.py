@@ -16,13 +16,15 @@ import ml_collections
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from areal_jax import build, sharding
+from areal_jax.launch.processes import MEMORY_SHARE
 from areal_jax.models.transformer import QUERY_BLOCK, Model, TransformerConfig
 from areal_jax.types import UserError
 
 GIB = 1 << 30
 SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
 LOGIT_BYTES = 12  # of one logit: logits, log-softmax and their gradient
-RESERVE = 0.92  # share of a device's memory that a program can have
+RESERVE = MEMORY_SHARE
+PUBLISHED = 3  # versions that the memory channel of `colocated` holds while one is published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +73,15 @@ def this_machine() -> Slice:
     return Slice(len(devices), int((devices[0].memory_stats() or {})["bytes_limit"]))
 
 
-def make_plan(config: ml_collections.ConfigDict, trainer: Slice, sampler: Slice) -> list[RolePlan]:
-    """Both roles. Raises UserError for a mesh that its devices, or the model, do not allow."""
+def make_plan(
+    config: ml_collections.ConfigDict, trainer: Slice, sampler: Slice, colocated: bool = False
+) -> list[RolePlan]:
+    """Both roles; in `colocated` the sampler uses the trainer's model. Raises UserError for a mesh that its devices, or
+    the model, do not allow."""
     model_config = build.find_model(config)[1]
+    if colocated:
+        model = _model(config, "trainer", model_config, trainer)
+        return [_trainer_plan(config, model, trainer), _sampler_plan(config, model, trainer, PUBLISHED)]
     return [
         _trainer_plan(config, _model(config, "trainer", model_config, trainer), trainer),
         _sampler_plan(config, _model(config, "sampler", model_config, sampler), sampler),
@@ -163,7 +171,8 @@ def _with_remat(c: TransformerConfig, tokens: int, layer: int, wide: int) -> int
     return c.layers * between + (0 if c.remat == "none" else layer)
 
 
-def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
+def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice, copies: int = 2) -> RolePlan:
+    """copies: of the parameters; a sampler of its own holds two while weights are swapped."""
     c, shape = model.config, dict(model.mesh.shape)
     state, engine = _state_bytes(model), build.engine_config(config, ())
     size = 2 if c.compute_dtype == "bfloat16" else 4
@@ -176,8 +185,7 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     prefill += 2 * c.layers * tokens * c.kv_heads * c.head_dim * size // tensor
     logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
     items = {
-        f"parameters ({c.compute_dtype})": state,
-        "new parameters while weights are swapped": state,
+        f"parameters, {copies} versions": copies * state,
         "keys and values, tokens": cache + tables,
         "the same, of an evaluation beside training": cache + tables,
         "prefill or decode step": max(prefill, logits),
@@ -198,5 +206,6 @@ def run(config: ml_collections.ConfigDict, trainer: str, sampler: str, kind: str
     share_devices = kind == "colocated" or (here is not None and here.is_cpu)
     if here is not None and not share_devices and here.devices > 1:
         here = dataclasses.replace(here, devices=here.devices // 2)
-    plans = make_plan(config, parse_slice(trainer) if trainer else here, parse_slice(sampler) if sampler else here)
+    slices = (parse_slice(trainer) if trainer else here, parse_slice(sampler) if sampler else here)
+    plans = make_plan(config, *slices, colocated=kind == "colocated")
     return report(plans, share_devices)

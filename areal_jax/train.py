@@ -99,7 +99,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     channel.publish(PolicySnapshot(version, state.params))
     ring: _InProcess | _Served
     if colocated:
-        sampler = Sampler("colocated", program, channel, grader, config.seed)
+        sampler = Sampler("colocated", program, channel, grader, config.seed, wait_for_grades=True)
         ring = _InProcess(coordinator, channel, program, sampler)
     else:
         ring = _Served(config, workdir, coordinator, emit)

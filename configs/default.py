@@ -84,7 +84,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.lease_timeout_seconds = 60.0  # silence after which a sampler's samples are issued again, > 0
 
     c.reward = ml_collections.ConfigDict()
-    c.reward.name = "exact_answer"  # a name in areal_jax.rewards.math.REWARDS: exact_answer | math
+    c.reward.name = "exact_answer"  # a name in areal_jax.rewards.math.REWARDS: exact_answer | math | text
     c.reward.correct = 1.0  # the reward of a right answer, > 0
     c.reward.incorrect = 0.0  # and of a wrong one, <= 0
     c.reward.grade_truncated = False  # whether a response cut at max_response_length may be right

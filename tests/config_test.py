@@ -58,7 +58,11 @@ def test_every_key_is_checked_or_free():
         ({"data.template": "few_shot"}, ["data.shots is 0", "at least one example"]),
         ({"data.question_format": "Q:"}, ["{question}"]),
         ({"data.test_fraction": 0.6, "data.validation_fraction": 0.5}, ["0.6", "0.5", "less than 1"]),
-        ({"data.name": "jsonl", "warm_start.enabled": False}, ["model.path is empty", "'jsonl'"]),
+        (
+            {"data.name": "jsonl", "warm_start.enabled": False, "reward.name": "math"},
+            ["model.path is empty", "'jsonl'"],
+        ),
+        ({"data.name": "jsonl", "warm_start.enabled": False}, ["reward.name is 'exact_answer'", "'math' or 'text'"]),
         ({"rollout.stop_strings": ("",)}, ["stop_strings", "none empty"]),
         ({"reward.incorrect": 1.0}, ["reward.incorrect is 1.0", "at most 0"]),
         ({"reward.workers": 0}, ["reward.workers is 0"]),

@@ -162,6 +162,7 @@ def test_a_config_of_ours_becomes_the_config_json_that_it_came_from(name):
         ({"num_local_experts": 8}, ["num_local_experts is 8"]),
         ({"hidden_act": "relu"}, ["hidden_act is 'relu'", "silu"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, ["rope_theta is None"]),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, words):

@@ -5,11 +5,12 @@ import json
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig
 
 from areal_jax.models import pretrained
 from areal_jax.models.families import read_config, tensor_maps
-from areal_jax.models.gguf import NAMES, TOP_NAMES
+from areal_jax.models.gguf import NAMES, PRE_TOKENIZERS, TOP_NAMES
 from areal_jax.models.transformer import build_model
 from areal_jax.types import UserError
 from tests.families_test import LOGITS, logits_of
@@ -77,7 +78,10 @@ def load(path):
 
 @pytest.mark.parametrize("name", ["llama2", "llama-head-dim", "r1-distill-qwen", "qwen2", "qwen3"])
 def test_a_gguf_model_computes_what_transformers_does(name, tmp_path):
-    model, params = load(write_gguf(tmp_path / "model.gguf", make.CASES[name]))
+    path = write_gguf(tmp_path / "model.gguf", make.CASES[name])
+    model, params = load(path)
+    again = AutoConfig.for_model(**json.loads(json.dumps(pretrained.find(str(path)).hf_config)))
+    assert again.hidden_size == model.config.d_model  # what an export writes is a config that transformers reads
     expected = read_config(make.CASES[name], name)
     assert model.config == expected
     np.testing.assert_allclose(logits_of(model, params, make.tokens(name)), LOGITS[name], atol=1e-4, rtol=0)
@@ -128,12 +132,14 @@ def test_files_that_are_no_gguf_are_named(tmp_path):
 
 def trained(pre):
     """A small byte-level BPE tokenizer of the tokenizers library, split as `pre` says."""
-    split = {
-        "gpt-2": [],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    }[pre]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    expression = PRE_TOKENIZERS[pre]
+    split = [pre_tokenizers.Split(Regex(expression), "isolated")] if expression else []
+    if pre == "smollm":
+        split = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
@@ -141,9 +147,13 @@ def trained(pre):
     return tokenizer
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_a_tokenizer_in_the_file_encodes_as_the_library_does(pre, tmp_path):
     original = trained(pre)
+    bos = pre == "llama-bpe"
+    if bos:
+        mark = [("<|end|>", original.token_to_id("<|end|>"))]
+        original.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=mark)
     vocabulary = sorted(original.get_vocab().items(), key=lambda item: item[1])
     merges = json.loads(original.to_str())["model"]["merges"]
 
@@ -154,6 +164,8 @@ def test_a_tokenizer_in_the_file_encodes_as_the_library_does(pre, tmp_path):
         writer.add_token_types([3 if t == "<|end|>" else 1 for t, _ in vocabulary])
         writer.add_token_merges([" ".join(m) for m in merges])
         writer.add_eos_token_id(original.token_to_id("<|end|>"))
+        if bos:
+            writer.add_bos_token_id(original.token_to_id("<|end|>"))
         writer.add_chat_template("{{ messages[0]['content'] }}")
 
     found = pretrained.find(str(write_gguf(tmp_path / "model.gguf", make.CASES["llama2"], add=add)))
@@ -161,7 +173,7 @@ def test_a_tokenizer_in_the_file_encodes_as_the_library_does(pre, tmp_path):
     for text in ("the sun rises 12345", " the  east\n\nwind", "naïve 日本 🙂", "a<|end|>b"):
         ids = tokenizer.encode(text)
         assert ids == original.encode(text).ids
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids) == ("<|end|>" if bos else "") + text
     assert tokenizer.decode(tokenizer.encode("a<|end|>"), skip_special_tokens=True) == "a"
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.pad_token is None

@@ -7,6 +7,8 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -16,12 +18,14 @@ from hypothesis import strategies as st
 
 from areal_jax.answers import final_answer
 from areal_jax.environments.single_turn import SingleTurn
-from areal_jax.rewards.math import Question, fold, last_number, math_answer, parse_number
+from areal_jax.rewards.grader import judge
+from areal_jax.rewards.math import Question, fold, last_number, math_answer, parse_number, text_answer
 from areal_jax.rewards.pool import GradingPool, PoolConfig, looks_hostile
 from areal_jax.rollout.engine import Completion, Request
 from areal_jax.rollout.grading import Grader, GradingConfig
 from areal_jax.types import Prompt
 from experiments.grading import HOSTILE
+from tests.helpers import ROOT, environment
 
 GSM8K = pathlib.Path(__file__).parent.parent.parent / "shared" / "gsm8k" / "test.jsonl.gz"
 
@@ -47,12 +51,24 @@ RIGHT = [
     ("123", "the answer is １２３"), ("-4", "it is \u22124"), ("3", r"first \boxed{2}, then \boxed{3}"),
     ("7", r"\boxed{7} unless \boxed{8"), ("12", "#### 12\n"), ("1e3", r"\boxed{1e3}"), ("x+1", r"\boxed{ x + 1 }"),
     (r"\frac{\pi}{2}", r"\boxed{\dfrac{\pi}{2}}"), ("(1,2)", r"\boxed{(1, 2)}"),
+    ("24", "The area is 24 cm²."), ("24", r"\boxed{24 cm²}"), ("24", r"$24\text{ cm}^2$"), ("4", "4 m/s^2"),
+    ("18", "**Answer:**\n- 18 eggs"), ("18", "Final answer \u2013 18"), ("-18", "a loss of -$18"), ("2", "5 - 3 = 2"),
+    ("70000", r"$70{,}000$"), ("70000", r"$70\,000$"), ("70000", "70 000"), ("-5", "it is \u20115"), ("-3", "x = - 3"),
+    ("3.5", r"\boxed{3½}"), ("72", r"\boxed{72°}"), ("60", "60 mph"), ("3", r"\boxed 3"), ("4", r"\fbox{4}"),
+    ("3000000", r"\boxed{3 million}"), ("1000000", "1,000,000 people"), ("cat", r"\boxed{cat}"), ("540", "#### 540"),
+    ("Tuesday", "It is on Tuesday."), (r"\text{Evelyn}", r"\boxed{Evelyn}"), ("B", r"\boxed{\text{B}}"),
+    ("10:30", r"\boxed{10:30}"), ("6xy", r"\boxed{6xy}"), ("5", "the answer is **5**"), ("10", "$10.00"),
 ]  # fmt: skip
 WRONG = [
     ("18", "she has 18 and gives 3"), ("18", r"\boxed{19}"), ("18", "18 ####  17"), ("18", ""), ("18", "eighteen"),
     ("18", r"\boxed{}"), ("3", r"\boxed{3} so \boxed{7}"), ("0.5", r"\boxed{5}"), ("25", r"\boxed{0.25}"),
     ("7", r"\boxed{-7}"), ("1000", "1,00"), ("3/4", r"\boxed{\frac{4}{3}}"), ("1", r"\boxed{\frac{1}{0}}") ,
     ("12", "twelve 1 2"), ("0.33", r"\boxed{\frac{1}{3}}"), ("18", "9" * 5000), ("18", r"\boxed{" + "9" * 1500 + "}"),
+    ("6xy", r"\boxed{6}"), ("2ab", r"\boxed{2}"), ("5", r"\boxed{5xy}"), ("5", r"\boxed{5pi}"),
+    ("3", r"\boxed{3 million}"), ("3", r"\boxed{3 \text{ and a half}}"), ("9", r"\boxed{9 squared}"),
+    ("9", r"\boxed{9 factorial}"), ("12", r"\boxed{1 2}"), ("52", r"\boxed{5²}"), ("2", "The area is 24 cm²."),
+    ("18", "a loss of -$18"), ("cat", r"\boxed{tac}"), ("18", "-18"),
+    ("dog cat", r"\boxed{cat dog}"), ("03:22:03", r"\boxed{30:22:30}"), ("hello", "olleh"), ("31/2", r"\boxed{3½}"),
 ]  # fmt: skip
 
 
@@ -66,7 +82,8 @@ def test_wrong_answers(answer, response):
     outcome = grade(answer, response)
     assert outcome is False or isinstance(outcome, Question)
     if isinstance(outcome, Question):  # left to the symbolic grader; it may only be one that is no number
-        assert parse_number(fold(outcome.answer)) is None
+        assert parse_number(fold(outcome.answer)) is None or parse_number(fold(answer)) is None
+        assert judge(outcome.reference, outcome.answer, outcome.boxed) is False
 
 
 @pytest.mark.parametrize("text", ["5x", "2 pi", "(3, 4)", "1e5", "x", "", "3 + 4", "1/0", "--3", "1,2", "sqrt 2"])
@@ -160,11 +177,11 @@ def test_hostile_answers_all_come_back_and_stall_nobody(pool):
 
 def test_a_worker_that_hogs_memory_or_dies_counts_as_none_and_is_replaced():
     others = workers_of_this_process()
-    pool = GradingPool(PoolConfig(timeout_seconds=5.0, memory_mb=64))
+    pool = GradingPool(PoolConfig(timeout_seconds=300.0, memory_mb=64))
     try:
         assert pool.ask(Question("1", "2", boxed=True)).result(timeout=60) is False
-        hog = pool.ask(Question("7", "2^{10^{10}}", boxed=True))
-        assert hog.result(timeout=60) in (None, False)  # MemoryError is no equality; a kill is none
+        hog = pool.ask(Question("7", "2^{10^{9}}", boxed=True))
+        assert hog.result(timeout=120) is None  # 125 MB, long before the time is over
         pids = workers_of_this_process() - others
         assert len(pids) >= 3
         for pid in pids:
@@ -229,8 +246,47 @@ def test_a_grader_that_cannot_start_is_an_error(monkeypatch):
 
 
 def test_what_goes_into_the_second_line():
-    assert not any(looks_hostile(Question("1", a, True)) for a in (r"\frac{\sqrt{2}}{2}", "(1,2)", "x^2+1", "2^{10}"))
+    ordinary = (r"\frac{\sqrt{2}}{2}", "(1,2)", "x^2+1", "2^{10}", "5!", r"\binom{5}{2}", r"(-\infty, 3]", "**5**")
+    assert not any(looks_hostile(Question("1", a, True)) for a in ordinary)
     assert all(looks_hostile(Question("1", a, True)) for a in ("9^{9^{9}}", "100!", "(" * 11, "2^{1000}", "1" * 40))
+
+
+def test_what_hangs_without_looking_like_it_gives_way():
+    """Expansions that no screen sees: ordinary questions behind them, and honest ones that are screened, come back."""
+    pool = GradingPool(PoolConfig(timeout_seconds=8.0))
+    hangs = [pool.ask(Question("7", f"(a+b+c+d+e)^{{{n}}}+(a-b-c-d-e)^{{{n}}}", True)) for n in range(60, 68)]
+    hangs += [pool.ask(Question("7", "9^{9^{9^{9}}}", True)) for _ in range(3)]
+    honest = [pool.ask(Question("120", "(3+2)!", True)) for _ in range(10)]
+    assert all(looks_hostile(Question("120", "(3+2)!", True)) for _ in honest)
+    assert pool.ask(Question("x+1", "1+x", boxed=True)).result(timeout=60) is True
+    assert [f.result(timeout=60) for f in honest] == [True] * 10
+    pool.close()  # what hangs is not waited for
+    assert sum(f.done() and f.exception() is not None for f in hangs) > 0
+
+
+def test_limits_on_this_machine_do_not_stop_grading(tmp_path):
+    """Under a limit on processor time, and with a long directory for temporary files."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    code = (
+        "from areal_jax.rewards.pool import *\n"
+        "pool = GradingPool(PoolConfig())\n"
+        "print(pool.ask(Question('x+1', '1+x', True)).result(timeout=60))\npool.close()"
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -t 3600; exec "$0" -c "$1"', sys.executable, code],
+        cwd=ROOT, env=environment(TMPDIR=str(long)), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "True\n", done.stderr
+    assert list(long.iterdir()) == []
+
+
+def test_text_is_compared_letter_by_letter():
+    for answer, response, verdict in [
+        ("a b", r"so \boxed{a  b}", True), ("a b", "it is\na b", True), ("ab", "ba", False), ("ab", "", False),
+        ("Ab", "#### Ab", True), ("ab", "#### Ab", False), ("1 2", r"\boxed{2 1}", False),
+    ]:  # fmt: skip
+        assert text_answer(prompt(answer), response, "stop") is verdict
 
 
 # --- from a completion to a reward ---

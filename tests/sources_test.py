@@ -48,7 +48,10 @@ def jsonl(path, **keys):
         ("#### 1,234,567", "1234567"),
         (r"so $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"\boxed{3} and then \boxed{7}", "7"),
-        (r"\fbox{4} \fboxed{5}", "5"),
+        (r"\boxed{3} or \fbox{4}", "4"),
+        (r"so \boxed 5.", "5"),
+        ("#### (1,2)", "(1,2)"),
+        (r"\boxed{1,000}", "1000"),
         (" 42 ", "42"),
     ],
 )
@@ -69,7 +72,7 @@ def test_the_last_box_that_closes():
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
 def test_json_lines_plain_and_gzipped(tmp_path, name):
     path = write_jsonl(tmp_path / name, problems(50))
-    source = open_source(jsonl(path, heldout_path=str(path)), "train")
+    source = open_source(jsonl(path), "train")
     assert len(source) == 50
     assert source[2] == {"prompt": "what is 2 + 1?", "answer": "3", "solution": "it is so\n#### 3"}
 
@@ -88,9 +91,11 @@ def test_splits_by_hash_are_disjoint_whole_and_keep_repeated_questions_together(
 def test_a_heldout_file_is_the_test_split_and_takes_nothing_from_training(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", problems(40))
     other = write_jsonl(tmp_path / "test.jsonl", problems(45)[40:])
+    again = [{"question": "What is  3 + 1?", "answer": "#### 4"}]  # held out, in other letters
+    write_jsonl(other, problems(45)[40:] + again)
     config = jsonl(path, heldout_path=str(other), test_fraction=0.5)
-    assert len(open_source(config, "train")) == 40
-    assert [r["answer"] for r in open_source(config, "test")] == ["41", "42", "43", "44", "45"]
+    assert [r["answer"] for r in open_source(config, "train")] == [str(i + 1) for i in range(40) if i != 3]
+    assert [r["answer"] for r in open_source(config, "test")] == ["41", "42", "43", "44", "45", "4"]
     with pytest.raises(UserError, match=r"validation_fraction is 0: set it"):
         open_source(config, "validation")
 
@@ -104,18 +109,19 @@ def test_a_heldout_file_is_the_test_split_and_takes_nothing_from_training(tmp_pa
         ('{"question": "", "answer": "1"}', "line 3: 'question' is ''"),
         ('{"question": "a", "answer": [1]}', r"line 3: 'answer' is \[1\]"),
         ('{"question": "a", "answer": true}', "line 3: 'answer' is True"),
+        ('{"question": "a", "answer": "so #### "}', "line 3: the answer .* ends in an empty"),
     ],
 )
 def test_a_broken_line_is_named_with_its_file(tmp_path, line, words):
     path = write_jsonl(tmp_path / "bad.jsonl", problems(1))
     path.write_text(path.read_text() + "\n" + line + "\n")
     with pytest.raises(UserError, match=rf"bad\.jsonl, {words}"):
-        open_source(jsonl(path, heldout_path="x"), "train")
+        open_source(jsonl(path), "train")
 
 
 def test_a_number_as_answer_and_other_keys(tmp_path):
     path = write_jsonl(tmp_path / "n.jsonl", [{"problem": "a", "result": 0.5}])
-    config = jsonl(path, heldout_path="x", question_key="problem", answer_key="result")
+    config = jsonl(path, question_key="problem", answer_key="result")
     assert open_source(config, "train")[0] == {"prompt": "a", "answer": "0.5", "solution": "0.5"}
 
 
@@ -123,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path):
     cut = write_jsonl(tmp_path / "cut.jsonl.gz", problems(2000))
     cut.write_bytes(cut.read_bytes()[:3000])
     with pytest.raises(UserError, match=r"cut\.jsonl\.gz cannot be read after line [1-9]"):
-        open_source(jsonl(cut, heldout_path="x"), "train")
+        open_source(jsonl(cut), "train")
     with pytest.raises(UserError, match=r"none\.jsonl cannot be read after line 0"):
         open_source(jsonl(tmp_path / "none.jsonl"), "train")
     latin = tmp_path / "latin.jsonl"
@@ -168,10 +174,14 @@ def test_a_tfds_name_is_read_without_tensorflow(tmp_path):
 def test_a_reasoning_gym_task_has_disjoint_splits():
     pytest.importorskip("reasoning_gym")
     config = SourceConfig("reasoning_gym/basic_arithmetic")
-    train, test = open_source(config, "train"), open_source(config, "test")
+    train, validation, test = (open_source(config, split) for split in ("train", "validation", "test"))
     assert len(test) == 1000
     assert len(train) > 10_000
-    assert not {r["prompt"] for r in train} & {r["prompt"] for r in test}
+    assert len(validation) > 250
+    questions = [{r["prompt"] for r in split} for split in (train, validation, test)]
+    assert not questions[0] & questions[1]
+    assert not questions[0] & questions[2]
+    assert not questions[1] & questions[2]
     assert all(r["answer"] for r in test)
     with pytest.raises(UserError, match="no task 'juggling'"):
         open_source(SourceConfig("reasoning_gym/juggling"), "train")

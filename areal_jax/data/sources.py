@@ -13,6 +13,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import logging
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 from areal_jax.answers import final_answer
 from areal_jax.data import arithmetic
 from areal_jax.types import UserError
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, str]
 Source = Sequence[Record]
@@ -104,12 +107,24 @@ def _jsonl(config: SourceConfig, split: str) -> Source:
     bounds = {"test": (0.0, test), "validation": (test, test + config.validation_fraction)}
     low, high = (BUCKETS * b for b in bounds.get(split, (test + config.validation_fraction, 1.0)))
     records = read_jsonl(pathlib.Path(config.path), config)
-    return [r for r in records if low <= _bucket(r["prompt"]) < high]
+    chosen = [r for r in records if low <= _bucket(r["prompt"]) < high]
+    if not config.heldout_path:
+        return chosen
+    held_out = {_bare(r["prompt"]) for r in read_jsonl(pathlib.Path(config.heldout_path), config)}
+    left = [r for r in chosen if _bare(r["prompt"]) not in held_out]
+    if len(left) < len(chosen):
+        log.warning("%s: %d problems are in data.heldout_path too and left out", config.path, len(chosen) - len(left))
+    return left
+
+
+def _bare(question: str) -> str:
+    """A question as far as it matters whether two are the same."""
+    return " ".join(question.split()).lower()
 
 
 def _bucket(question: str) -> int:
     """0 to BUCKETS - 1, by content: a question that occurs twice is in one split only."""
-    return int.from_bytes(hashlib.blake2b(question.strip().encode(), digest_size=8).digest()) % BUCKETS
+    return int.from_bytes(hashlib.blake2b(_bare(question).encode(), digest_size=8).digest()) % BUCKETS
 
 
 def read_jsonl(path: pathlib.Path, config: SourceConfig) -> list[Record]:
@@ -135,7 +150,10 @@ def read_jsonl(path: pathlib.Path, config: SourceConfig) -> list[Record]:
                     f"{sorted(raw)}: see data.{option}"
                 )
             values.append(str(value))
-        records.append(_question(*values))
+        record = _question(*values)
+        if not record["answer"]:
+            raise UserError(f"{path}, line {number}: the answer {values[1][-60:]!r} ends in an empty '####' or \\boxed")
+        records.append(record)
     return records
 
 
@@ -191,12 +209,13 @@ def _reasoning_gym(config: SourceConfig, split: str) -> Source:
             f"data.name is {config.name!r} and reasoning-gym is not installed: pip install -r requirements-extra.txt"
         ) from error
     task = config.name.removeprefix("reasoning_gym/")
-    size, seed = {"train": (20_000, 1), "validation": (500, 2), "test": (1_000, 3)}[split]
+    # item i of a data set is drawn with seed + i: the splits' seeds lie far apart
+    size, seed = {"test": (1_000, 0), "validation": (500, 10**7), "train": (20_000, 2 * 10**7)}[split]
     try:
         made = reasoning_gym.create_dataset(task, size=size, seed=seed)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"reasoning-gym has no task {task!r} that can be made: {error}") from error
-    held_out = _questions(task) if split == "train" else frozenset()
+    held_out = _questions(task, {"train": ("test", "validation"), "validation": ("test",)}.get(split, ()))
     return [
         {"prompt": entry["question"], "answer": str(entry["answer"]), "solution": str(entry["answer"])}
         for entry in made
@@ -204,10 +223,10 @@ def _reasoning_gym(config: SourceConfig, split: str) -> Source:
     ]
 
 
-def _questions(task: str) -> frozenset[str]:
-    """What the held-out splits of a reasoning-gym task ask: training leaves it out (small tasks repeat)."""
+def _questions(task: str, splits: Sequence[str]) -> frozenset[str]:
+    """What some splits of a reasoning-gym task ask: later ones leave it out (small tasks repeat themselves)."""
     config = SourceConfig(f"reasoning_gym/{task}")
-    return frozenset(r["prompt"] for split in ("validation", "test") for r in _reasoning_gym(config, split))
+    return frozenset(r["prompt"] for split in splits for r in _reasoning_gym(config, split))
 
 
 SOURCES: dict[str, Callable[[SourceConfig, str], Source]] = {

@@ -97,7 +97,10 @@ def _with_defaults(model_type: str, raw: Mapping[str, Any], where: str) -> HfCon
 
 
 def _rope(options: Mapping[str, Any]) -> Rope:
-    kind, base = options.get("rope_type", "default"), float(options["rope_theta"])
+    kind, base = options.get("rope_type", "default"), options["rope_theta"]
+    if not isinstance(base, int | float):
+        raise UserError(f"rope_theta is {base!r}; expected a number")
+    base = float(base)
     if options.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor is {options['partial_rotary_factor']}; expected 1.0")
     if kind == "default":

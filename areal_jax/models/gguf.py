@@ -96,6 +96,8 @@ class GgufFile:
         embedding, heads = self.shapes()["model.embed_tokens.weight"], value("attention.head_count")
         return {
             "architectures": [ARCHITECTURES[str(self._architecture)]],
+            "model_type": self._architecture,
+            "hidden_act": "silu",
             "vocab_size": embedding[0],
             "hidden_size": embedding[1],
             "num_hidden_layers": value("block_count"),
@@ -125,7 +127,7 @@ class GgufFile:
 
     def tokenizer(self) -> Any:
         """The tokenizer in the file. Raises UserError for a kind that is not read."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
 
         kind, pre = self._values.get("tokenizer.ggml.model"), self._values.get("tokenizer.ggml.pre", "gpt-2")
@@ -136,7 +138,11 @@ class GgufFile:
             )
         tokens: list[str] = self._values["tokenizer.ggml.tokens"]
         merges = [tuple(m.split(" ")) for m in self._values["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+        # Llama 3's takes a word that is a token whole, whatever the merges say
+        model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
+        tokenizer = Tokenizer(model)
+        if pre == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=PRE_TOKENIZERS[pre] is None)
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
         if (expression := PRE_TOKENIZERS[pre]) is not None:
@@ -151,6 +157,11 @@ class GgufFile:
         tokenizer.add_tokens(added)
         roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         ids = {role: self._values.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+        bos = ids["bos_token"]
+        if bos is not None and self._values.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+            )
         made = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, **{role: tokens[i] for role, i in ids.items() if i is not None}
         )

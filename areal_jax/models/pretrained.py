@@ -18,6 +18,8 @@ from areal_jax.types import Params, UserError
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 """What describes a model and its tokenizer; samplers need no more than these."""
 
+ALL_FILES = (*SMALL_FILES, "model*.safetensors")
+
 
 PROBES = ("the sum of 12 and 3.5 is 15.5\n\nA:  yes", "  caf\u00e9 \u65e5\u672c\t{x}^2 don't")
 
@@ -102,7 +104,9 @@ def find_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     local = pathlib.Path(path).expanduser()
-    directory = local if local.is_dir() or path.startswith((".", "/", "~")) else fetch(path, "", SMALL_FILES)
+    directory = (
+        local if local.is_dir() or path.startswith((".", "/", "~")) else fetch(path, "", SMALL_FILES, "model.tokenizer")
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
         if not (directory / "tokenizer.json").exists():
@@ -119,7 +123,9 @@ def find_tokenizer(path: str) -> Any:
     return plain
 
 
-def fetch(name: str, revision: str, patterns: tuple[str, ...] = (*SMALL_FILES, "*.safetensors")) -> pathlib.Path:
+def fetch(
+    name: str, revision: str, patterns: tuple[str, ...] = (*SMALL_FILES, "model*.safetensors"), key: str = "model.path"
+) -> pathlib.Path:
     """A snapshot of a model on the hub, from huggingface_hub's cache where it is there (HF_HOME, HF_HUB_OFFLINE and
     HF_TOKEN have their usual meaning)."""
     import huggingface_hub
@@ -130,8 +136,8 @@ def fetch(name: str, revision: str, patterns: tuple[str, ...] = (*SMALL_FILES, "
     except (OSError, HFValidationError, ValueError) as error:  # its errors of network, access and cache are OSErrors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"model.path {name!r} is no local directory or .gguf file, and the hub has not given it: {reason}. Check "
-            "the name and the network, or download it and set model.path to its directory"
+            f"{key} {name!r} is nothing on this machine, and the hub has not given it: {reason}. Check the name and "
+            f"the network, or download it and set {key} to its directory"
         ) from error
     return pathlib.Path(found)
 

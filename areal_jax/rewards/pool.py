@@ -1,8 +1,9 @@
 """Symbolic grading in worker processes that can be killed, so that no answer can hang, eat or stall anything else.
 
 Questions wait in two lines, each with workers of its own. What looks as if it might take for ever (towers of powers,
-factorials, deep nesting, sheer length) is graded at the lowest priority, and is given up `timeout_seconds` after it was
-asked even if its turn has not come. So every grade is back in bounded time, and ordinary ones hardly notice the others.
+factorials, deep nesting, sheer length), and what has taken a harmless worker longer than SLICE, is graded in the second
+line: at a lower priority, in turns of SLICE while others wait, and given up `timeout_seconds` after it came there.
+So every grade is back in bounded time, and ordinary ones hardly notice the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import threading
@@ -19,10 +21,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from areal_jax.rewards.math import Question
-from areal_jax.rewards.workers import Worker, Workers
+from areal_jax.rewards.workers import Worker, Workers, resident_bytes
+
+WATCH = 0.05  # seconds between two looks at the memory of busy workers
+SLICE = 0.25  # seconds; ordinary grades take a few thousandths
 
 _SUSPICIOUS = re.compile(
-    r"!|\*\*|\^[^^]{0,40}\^|\^\s*\{?\s*-?\d{3,}|\d{40,}|\\(?:int|sum|prod|lim|binom|infty|Gamma)|[^\x00-\x7f]"
+    r"(?:\d{3}|\))\s*!|\^[^^]{0,40}\^|\w\*\*[^*]{1,40}\*\*\w|\^\s*\{?\s*-?\d{3,}|\d{40,}|\\(?:int|sum|prod|lim)"
 )
 
 
@@ -35,7 +40,7 @@ class PoolConfig:
     take the hostile ones."""
     timeout_seconds: float = 2.0
     memory_mb: int = 1024
-    """Of one worker, beside what it starts with."""
+    """Of one worker, beside what it starts with; one that takes more is killed."""
 
 
 def looks_hostile(question: Question) -> bool:
@@ -54,8 +59,9 @@ def looks_hostile(question: Question) -> bool:
 class _Job:
     question: Question
     hostile: bool
-    asked: float
     future: concurrent.futures.Future[bool | None]
+    deadline: float = math.inf
+    """When it is given up; of questions in the second line."""
     deaths: int = 0
     """Workers that died over it. The first may have been killed by somebody else: it is asked once more."""
 
@@ -73,20 +79,22 @@ class GradingPool:
         self._closing = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
         self._lines: dict[bool, collections.deque[_Job]] = {False: collections.deque(), True: collections.deque()}
 
     def ask(self, question: Question) -> concurrent.futures.Future[bool | None]:
         """The verdict, once there is one; None if the grade timed out or was killed. An exception says that the pool
         itself has failed. Raises RuntimeError when it is closed, or has failed before."""
-        job = _Job(question, looks_hostile(question), time.monotonic(), concurrent.futures.Future())
+        job = _Job(question, looks_hostile(question), concurrent.futures.Future())
         with self._lock:
-            if self._closing or self._error is not None:
-                raise RuntimeError("the grading pool is closed") from self._error
+            if self._closing:
+                raise RuntimeError("the grading pool is closed")
+            if self._error is not None:
+                raise RuntimeError(f"the grading pool has failed: {self._error}") from self._error
             self._asked.append(job)
             if self._thread is None:
+                self._wake_read, self._wake_write = os.pipe()
+                os.set_blocking(self._wake_read, False)
+                os.set_blocking(self._wake_write, False)
                 self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
                 self._thread.start()
         self._wake()
@@ -95,13 +103,15 @@ class GradingPool:
     def close(self) -> None:
         """Ends the processes; unanswered questions are cancelled."""
         with self._lock:
-            self._closing = True
-        self._wake()
-        if self._thread is not None:
+            first, self._closing = not self._closing, True
+        if self._thread is not None and first:
+            self._wake()
             self._thread.join()
+            os.close(self._wake_write)
+            os.close(self._wake_read)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it is gone
+        with contextlib.suppress(BlockingIOError):  # it is awake
             os.write(self._wake_write, b"x")
 
     # --- the thread ---
@@ -119,36 +129,41 @@ class GradingPool:
         self._fail(error, workers)
         if workers is not None:
             workers.close()
-        os.close(self._wake_read)
 
     def _serve(self, workers: Workers) -> None:
         while not self._closing:
             workers.replenish()
-            sources: list[Any] = [self._wake_read, workers.listener, *(w.connection for w in workers.alive)]
+            sources: list[Any] = [self._wake_read, *workers.sources(), *(w.connection for w in workers.alive)]
             ready = wait(sources, self._patience(workers))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
-            if workers.listener in ready:
-                workers.welcome()
             for worker in [w for w in workers.alive if w.connection in ready]:
                 self._heard(worker, workers)
+            workers.welcome(ready)
             self._take_in()
             self._give_up_late(workers)
             self._dispatch(workers)
 
     def _patience(self, workers: Workers) -> float:
         """Seconds until something may be late."""
-        now, limit = time.monotonic(), self._config.timeout_seconds
-        due = [(w.job.asked if w.hostile else w.started) + limit for w in workers.alive if w.job is not None]
-        if self._lines[True]:
-            due.append(self._lines[True][0].asked + limit)
-        return max(0.0, min([0.5, *(d - now for d in due)]))
+        now = time.monotonic()
+        busy = any(w.job is not None for w in workers.alive)
+        due = [w.started + SLICE for w in workers.alive if w.job is not None and now < w.started + SLICE]
+        due += [job.deadline for job in self._lines[True]] + [
+            w.job.deadline for w in workers.alive if w.job is not None
+        ]
+        return max(0.0, min([WATCH if busy else 0.5, *(d - now for d in due)]))
 
     def _take_in(self) -> None:
         with self._lock:
             asked, self._asked = self._asked, collections.deque()
         for job in asked:
-            self._lines[job.hostile].append(job)
+            self._line_up(job)
+
+    def _line_up(self, job: _Job) -> None:
+        if job.hostile and math.isinf(job.deadline):
+            job.deadline = time.monotonic() + self._config.timeout_seconds
+        self._lines[job.hostile].append(job)
 
     def _heard(self, worker: Worker, workers: Workers) -> None:
         """A worker has answered, or died of what it was asked."""
@@ -168,15 +183,24 @@ class GradingPool:
             job.future.set_result(verdict)
 
     def _give_up_late(self, workers: Workers) -> None:
-        now, limit = time.monotonic(), self._config.timeout_seconds
+        now, line = time.monotonic(), self._lines[True]
+        if not workers.have_come[True]:  # nobody could have graded them yet: the clock starts with the first worker
+            for waiting in line:
+                waiting.deadline = now + self._config.timeout_seconds
         for worker in [w for w in workers.alive if w.job is not None]:
-            job = worker.job
-            if now >= (job.asked if worker.hostile else worker.started) + limit:
+            job: _Job = worker.job
+            over = now >= worker.started + SLICE
+            hungry = resident_bytes(worker.pid) > worker.inherited + (self._config.memory_mb << 20)
+            if now >= job.deadline or hungry:
                 workers.discard(worker)
                 job.future.set_result(None)
-        line = self._lines[True]
-        while line and now >= line[0].asked + limit:
-            line.popleft().future.set_result(None)
+            elif over and (not job.hostile or line):
+                workers.discard(worker)
+                job.hostile = True
+                self._line_up(job)
+        for late in [j for j in line if now >= j.deadline]:
+            line.remove(late)
+            late.future.set_result(None)
 
     def _dispatch(self, workers: Workers) -> None:
         for hostile, line in self._lines.items():

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 STARTUP_SECONDS = 60.0
+LONGEST_DIRECTORY = 70  # characters; the address of a socket has 108 at most
 MAX_NURSERIES = 5  # deaths of the nursery in a row before giving up
 
 
@@ -27,9 +29,20 @@ class Worker:
     connection: Connection
     pid: int
     hostile: bool
-    """Whether it is for hostile questions, at the lowest priority."""
+    """Whether it is for hostile questions, at a lower priority."""
+    inherited: int
+    """Bytes of memory that it came with."""
     job: Any = None
     started: float = 0.0
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory in use by a process; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
 
 
 class Workers:
@@ -39,31 +52,43 @@ class Workers:
         """wanted: hostile -> number of workers. memory_mb, seconds: of a worker and of a grade (see grader.py)."""
         self._wanted = wanted
         self._arguments = (str(memory_mb), str(seconds))
-        self._directory = tempfile.TemporaryDirectory(prefix="areal-grading-")
+        short = len(tempfile.gettempdir()) < LONGEST_DIRECTORY
+        self._directory = tempfile.TemporaryDirectory(prefix="areal-grading-", dir=None if short else "/tmp")
         self._address = str(pathlib.Path(self._directory.name) / "socket")
-        self.listener = socket.socket(socket.AF_UNIX)
-        """Readable when a new worker has connected: call `welcome`."""
-        self.listener.bind(self._address)
-        self.listener.listen(64)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._address)
+        self._listener.listen(64)
+        self._arriving: list[Connection] = []  # connected, and have not said yet what they are
         self.alive: list[Worker] = []
+        self.have_come = {False: False, True: False}
+        """Whether a worker of this kind has ever come."""
         self._attempts = 0
         self._forking = {False: 0, True: 0}  # asked for and not yet here
         self._ready_by = 0.0
         self._nursery = self._start_nursery()
 
-    def welcome(self) -> None:
-        """Takes in a worker that has connected; the first thing that it says is its process id and what it is for."""
-        connection = Connection(self.listener.accept()[0].detach())
-        try:
-            if connection.poll(1.0):
-                pid, hostile = connection.recv()
-                self.alive.append(Worker(connection, pid, hostile))
-                self._forking[hostile] -= 1
-                self._attempts = 1
-                return
-        except (EOFError, OSError):
-            pass  # it died young; `replenish` notices that it never came
-        connection.close()
+    def sources(self) -> list[Any]:
+        """What is readable when a worker comes: then call `welcome`."""
+        return [self._listener, *self._arriving]
+
+    def welcome(self, ready: Sequence[Any]) -> None:
+        """Takes in the workers among the sources that are ready; the first thing that one says is its process id and
+        what it is for, or why it cannot work (RuntimeError)."""
+        for connection in [c for c in self._arriving if c in ready]:
+            self._arriving.remove(connection)
+            try:
+                pid, hostile, fault = connection.recv()
+            except (EOFError, OSError):
+                connection.close()  # it died young; `replenish` notices that it never came
+                continue
+            if fault:
+                raise RuntimeError(f"a grading process cannot work: {fault}")
+            self.alive.append(Worker(connection, pid, hostile, resident_bytes(pid)))
+            self._forking[hostile] -= 1
+            self.have_come[hostile] = True
+            self._attempts = 1
+        if self._listener in ready:
+            self._arriving.append(Connection(self._listener.accept()[0].detach()))
 
     def discard(self, worker: Worker) -> None:
         """Kills a worker, whatever it does."""
@@ -96,7 +121,9 @@ class Workers:
         self._end_nursery()
         for worker in list(self.alive):
             self.discard(worker)
-        self.listener.close()  # a worker that has not connected yet finds nobody, and ends
+        for connection in self._arriving:
+            connection.close()
+        self._listener.close()  # a worker that has not connected yet finds nobody, and ends
         self._directory.cleanup()
 
     def _start_nursery(self) -> subprocess.Popen[bytes]:

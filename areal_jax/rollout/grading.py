@@ -46,8 +46,8 @@ class Grading:
         reward = self._config.correct if verdict else self._config.incorrect
         return dataclasses.replace(self._trajectory, reward=reward), verdict is None
 
-    def wait(self, seconds: float) -> None:
-        """Until it is done, or for so long."""
+    def wait(self, seconds: float | None) -> None:
+        """Until it is done, or for so long if that is given."""
         if self._verdict is not None:
             concurrent.futures.wait([self._verdict], timeout=seconds)
 

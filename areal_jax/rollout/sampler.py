@@ -30,7 +30,17 @@ log = logging.getLogger(__name__)
 class Sampler:
     """Runs a training engine, and beside it an evaluation engine while an evaluation is under way."""
 
-    def __init__(self, name: str, program: Program, channel: WeightChannel, grader: Grader, seed: int):
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        channel: WeightChannel,
+        grader: Grader,
+        seed: int,
+        wait_for_grades: bool = False,
+    ):
+        """wait_for_grades: hand samples in in the order in which they were drawn, however long their grades take."""
+        self._wait_for_grades = wait_for_grades
         self._name, self._incarnation, self._seed = name, uuid.uuid4().hex, seed
         self._program, self._channel, self._grader = program, channel, grader
         self._link: Link | None = None
@@ -66,8 +76,8 @@ class Sampler:
         for engine in engines:
             self._grading += [self._grade(c) for c in engine.step()]
         worked = bool(engines or self._grading)
-        if not engines and self._grading:
-            self._grading[0].wait(GRADING_SECONDS)
+        if self._grading and (self._wait_for_grades or not engines):
+            self._grading[0].wait(None if self._wait_for_grades else GRADING_SECONDS)
         self._collect_grades()
         if self._evaluation is not None and not self._evaluation.unfinished:
             self._evaluation = None
@@ -158,10 +168,10 @@ class Sampler:
         return self._grader(lease.prompt, completion, lease.pinned_version is not None)
 
     def _collect_grades(self) -> None:
-        """Moves what has its reward to the outbox, in the order in which it was drawn."""
+        """Moves what has its reward to the outbox."""
         unfinished = []
         for grading in self._grading:
-            if not grading.done():
+            if not (grading.done() or self._wait_for_grades):
                 unfinished.append(grading)
                 continue
             trajectory, timed_out = grading.result()
