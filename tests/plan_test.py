@@ -104,6 +104,17 @@ def test_state_is_counted_exactly_over_the_shards():
     assert made.items["optimizer state (float32)"] == 2 * on_first
 
 
+def test_colocated_counts_the_trainers_model_and_the_versions_in_memory():
+    config = default.get_config()
+    apart = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB))
+    together = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB), colocated=True)
+    state = apart[0].items["parameters (float32)"]
+    assert together[0] == apart[0]
+    assert together[1].items["parameters, 3 versions"] == 3 * state
+    assert apart[1].items["parameters, 2 versions"] < 2 * state  # bfloat16, on what is no CPU
+    assert "both roles on the same devices" in plan.report(together, share_devices=True)
+
+
 @pytest.mark.parametrize(("rows", "length"), [(4, 128), (1, 512), (8, 64)])
 def test_activations_are_near_what_xla_reserves(rows, length):
     """The estimate covers the compiled update's temporary memory, and not more than twice it."""

@@ -131,6 +131,7 @@ def save_params(
     for name, tensors in zip(names, files, strict=True):
         values = {t.name: to_hf_layout(np.asarray(jax.device_get(_at(params, t.path))), t, dtype) for t in tensors}
         save_file(values, directory / name, metadata={"format": "pt"})
+        (directory / name).chmod(0o644)  # it writes for its owner alone
         weight_map |= {t.name: name for t in tensors}
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
