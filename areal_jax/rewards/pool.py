@@ -147,11 +147,10 @@ class GradingPool:
     def _patience(self, workers: Workers) -> float:
         """Seconds until something may be late."""
         now = time.monotonic()
-        busy = any(w.job is not None for w in workers.alive)
-        due = [w.started + SLICE for w in workers.alive if w.job is not None and now < w.started + SLICE]
-        due += [job.deadline for job in self._lines[True]] + [
-            w.job.deadline for w in workers.alive if w.job is not None
-        ]
+        busy = [w for w in workers.alive if w.job is not None]
+        due = [w.started + SLICE for w in busy if now < w.started + SLICE]
+        due += [w.job.deadline for w in busy]
+        due += [job.deadline for job in self._lines[True]]
         return max(0.0, min([WATCH if busy else 0.5, *(d - now for d in due)]))
 
     def _take_in(self) -> None:
