@@ -52,9 +52,8 @@ def export(workdir: pathlib.Path, output: pathlib.Path, step: int | None, dtype:
         if output.exists():
             output.rmdir()
         temporary.rename(output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # not there any more if all went well
     return version
 
 
