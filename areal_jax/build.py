@@ -53,8 +53,7 @@ def find_model(config: ml_collections.ConfigDict) -> tuple[pretrained.Pretrained
     """
     m = config.model
     if not m.path:
-        names = [k.removeprefix("model.") for k in SHAPE_KEYS]
-        shape = {name: m[name] for name in names if name != "rope_base"}
+        shape = {name: m[name] for name in SHAPE_KEYS}
         vocabulary = len(build_character_tokenizer(arithmetic.ALPHABET))
         return None, TransformerConfig(vocab_size=vocabulary, rope=Rope(m.rope_base), **shape)
     found = pretrained.find(m.path, m.revision)

@@ -203,27 +203,26 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"transport.max_message_bytes is {config.transport.max_message_bytes}, and a report of rollout.slots = "
         f"{rollout.slots} samples of {longest} tokens may need {report_bytes}: raise it",
     )
-    for role in ("trainer", "sampler"):
-        tensor = config.mesh[role].tensor
-        for key in (
-            ("heads", "kv_heads", "d_ff") if not model.path else ()
-        ):  # a pretrained model's are checked once known
-            _require(
-                tensor == -1 or (tensor > 0 and model[key] % tensor == 0),
-                f"mesh.{role}.tensor is {tensor} and does not divide model.{key} = {model[key]}",
-            )
+    if not model.path:  # a pretrained model's sizes are checked once they are known
+        for role in ("trainer", "sampler"):
+            tensor = config.mesh[role].tensor
+            for key in ("heads", "kv_heads", "d_ff"):
+                _require(
+                    tensor == -1 or (tensor > 0 and model[key] % tensor == 0),
+                    f"mesh.{role}.tensor is {tensor} and does not divide model.{key} = {model[key]}",
+                )
 
 
-SHAPE_KEYS = tuple(f"model.{key}" for key in (
-    "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "rope_base", "norm_eps", "qkv_bias", "qk_norm",
-    "tied_embeddings", "logit_soft_cap",
-))  # fmt: skip
-"""Keys of a new model."""
+SHAPE_KEYS = (
+    "layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "norm_eps", "qkv_bias", "qk_norm", "tied_embeddings",
+    "logit_soft_cap",
+)  # fmt: skip
+"""Keys of `config.model` that a new model's TransformerConfig has too; its rotary base is `rope_base`."""
 
 
 def refuse_idle_overrides(config: ml_collections.ConfigDict, overrides: Mapping[str, Any]) -> None:
     """Raises UserError for a shape that was asked for on the command line and would be ignored."""
-    for key in SHAPE_KEYS:
+    for key in (f"model.{name}" for name in (*SHAPE_KEYS, "rope_base")):
         _require(
             not config.model.path or key not in overrides,
             f"config.{key} is set to {overrides.get(key)!r} and model.path is {config.model.path!r}: a pretrained "

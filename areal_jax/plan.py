@@ -12,6 +12,7 @@ import re
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -23,7 +24,6 @@ from areal_jax.types import UserError
 GIB = 1 << 30
 SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
 LOGIT_BYTES = 12  # of one logit: logits, log-softmax and their gradient
-RESERVE = MEMORY_SHARE
 PUBLISHED = 3  # versions that the memory channel of `colocated` holds while one is published
 
 
@@ -52,7 +52,7 @@ class RolePlan:
 
     @property
     def fits(self) -> bool:
-        return self.total <= RESERVE * self.slice.bytes_per_device
+        return self.total <= MEMORY_SHARE * self.slice.bytes_per_device
 
 
 def parse_slice(text: str) -> Slice:
@@ -104,15 +104,15 @@ def report(plans: list[RolePlan], share_devices: bool) -> str:
     if share_devices and not lacking:
         needed, present = sum(p.total for p in plans), plans[0].slice.bytes_per_device
         lines += ["", f"both roles on the same devices: {_size(needed)} of {_size(present)}"]
-        lacking = plans if needed > RESERVE * present else []
+        lacking = plans if needed > MEMORY_SHARE * present else []
     text = "\n".join(lines)
     if lacking:
         p = max(lacking, key=lambda p: p.total)
         largest = max(p.items, key=lambda k: p.items[k])
         raise UserError(
             f"this does not fit\n{text}\n\nthe {' and the '.join(p.role for p in lacking)} would need more than the "
-            f"{_size(int(RESERVE * p.slice.bytes_per_device))} that a program can have of a device; the largest part "
-            f"is {largest!r}. {REMEDIES[p.role]}"
+            f"{_size(int(MEMORY_SHARE * p.slice.bytes_per_device))} that a program can have of a device; the largest "
+            f"part is {largest!r}. {REMEDIES[p.role]}"
         )
     return text + "\n\nit fits (activations are an estimate)"
 
@@ -153,7 +153,7 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
 
 def activation_bytes(c: TransformerConfig, rows: int, row_length: int, tensor: int) -> int:
     """What the backward of a micro-batch of [rows, row_length] needs of its forward, on one device."""
-    size = 2 if c.compute_dtype == "bfloat16" else 4
+    size = jnp.dtype(c.compute_dtype).itemsize
     tokens = rows * row_length
     wide = (4 * c.heads + 4 * c.kv_heads) * c.head_dim + 4 * c.d_ff  # sharded over `tensor`
     kept = tokens * (6 * c.d_model * size + wide * size // tensor)
@@ -165,7 +165,7 @@ def activation_bytes(c: TransformerConfig, rows: int, row_length: int, tensor: i
 
 def _with_remat(c: TransformerConfig, tokens: int, layer: int, wide: int) -> int:
     """Bytes over all layers, if `layer` is what one keeps without rematerialisation."""
-    size = 2 if c.compute_dtype == "bfloat16" else 4
+    size = jnp.dtype(c.compute_dtype).itemsize
     inputs = tokens * c.d_model * size
     between = {"none": layer, "dots": inputs + tokens * wide * size // 2, "full": inputs}[c.remat]
     return c.layers * between + (0 if c.remat == "none" else layer)
@@ -175,7 +175,7 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     """copies: of the parameters; a sampler of its own holds two while weights are swapped."""
     c, shape = model.config, dict(model.mesh.shape)
     state, engine = _state_bytes(model), build.engine_config(config, ())
-    size = 2 if c.compute_dtype == "bfloat16" else 4
+    size = jnp.dtype(c.compute_dtype).itemsize
     data, tensor = shape["data"] * shape["fsdp"], shape["tensor"]
     cache = 2 * c.layers * engine.slots * engine.max_length * c.kv_heads * c.head_dim * size // (data * tensor)
     tables = 3 * 4 * engine.slots * engine.max_length

@@ -87,7 +87,7 @@ def without_first(source: Source, count: int) -> Source:
 def _embedded(config: SourceConfig, split: str) -> Source:
     def record(raw: dict[str, bytes]) -> Record:
         fields = {k: v.decode() for k, v in raw.items()}
-        return fields | {"solution": fields["worked"] or fields["answer"]}
+        return fields | {"solution": fields["worked"]}
 
     return Mapped(arithmetic.load(split, config.cache_dir, config.name), record)
 
@@ -201,32 +201,35 @@ def _tfds(config: SourceConfig, split: str) -> Source:
     return Mapped(source, lambda raw: _question(text(raw[config.question_key]), text(raw[config.answer_key])))
 
 
+GENERATED = {"test": (1_000, 0), "validation": (500, 10**7), "train": (20_000, 2 * 10**7)}
+"""Split of a reasoning-gym task -> (problems, seed). Item i is drawn with seed + i, so the seeds lie far apart; small
+tasks repeat themselves all the same, and a split leaves out what those before it ask."""
+
+
 def _reasoning_gym(config: SourceConfig, split: str) -> Source:
+    task, names = config.name.removeprefix("reasoning_gym/"), list(GENERATED)
+    earlier = {r["prompt"] for name in names[: names.index(split)] for r in _generated(task, name)}
+    return [r for r in _generated(task, split) if r["prompt"] not in earlier]
+
+
+def _generated(task: str, split: str) -> list[Record]:
     try:
         import reasoning_gym
     except ImportError as error:
         raise UserError(
-            f"data.name is {config.name!r} and reasoning-gym is not installed: pip install -r requirements-extra.txt"
+            f"data.name is 'reasoning_gym/{task}' and reasoning-gym is not installed: pip install -r "
+            "requirements-extra.txt"
         ) from error
-    task = config.name.removeprefix("reasoning_gym/")
-    # item i of a data set is drawn with seed + i: the splits' seeds lie far apart
-    size, seed = {"test": (1_000, 0), "validation": (500, 10**7), "train": (20_000, 2 * 10**7)}[split]
+    size, seed = GENERATED[split]
     try:
         made = reasoning_gym.create_dataset(task, size=size, seed=seed)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"reasoning-gym has no task {task!r} that can be made: {error}") from error
-    held_out = _questions(task, {"train": ("test", "validation"), "validation": ("test",)}.get(split, ()))
     return [
         {"prompt": entry["question"], "answer": str(entry["answer"]), "solution": str(entry["answer"])}
         for entry in made
-        if entry["answer"] is not None and entry["question"] not in held_out
+        if entry["answer"] is not None
     ]
-
-
-def _questions(task: str, splits: Sequence[str]) -> frozenset[str]:
-    """What some splits of a reasoning-gym task ask: later ones leave it out (small tasks repeat themselves)."""
-    config = SourceConfig(f"reasoning_gym/{task}")
-    return frozenset(r["prompt"] for split in splits for r in _reasoning_gym(config, split))
 
 
 SOURCES: dict[str, Callable[[SourceConfig, str], Source]] = {

@@ -77,6 +77,7 @@ class GgufFile:
                     f"of {[*TYPES]}"
                 )
             self._tensors[_hf_name(tensor.name)] = tensor
+        self._shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
         self._last: tuple[str, np.ndarray] = ("", np.zeros(0))
 
     def config(self) -> HfConfig:
@@ -93,7 +94,7 @@ class GgufFile:
                 f"{self.where}: scaled rotary frequencies are not supported in GGUF; use the model in the safetensors "
                 "format"
             )
-        embedding, heads = self.shapes()["model.embed_tokens.weight"], value("attention.head_count")
+        embedding, heads = self._shapes["model.embed_tokens.weight"], value("attention.head_count")
         return {
             "architectures": [ARCHITECTURES[str(self._architecture)]],
             "model_type": self._architecture,
@@ -116,12 +117,12 @@ class GgufFile:
         }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        return self._shapes
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         if self._last[0] != name:  # shards of one tensor are read one after the other
             tensor = self._tensors[name]
-            value = self._dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes()[name])
+            value = self._dequantize(tensor.data, tensor.tensor_type).reshape(self._shapes[name])
             self._last = (name, self._unpermuted(name, value))
         return self._last[1][index]
 

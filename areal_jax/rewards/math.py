@@ -91,7 +91,7 @@ _UNITS = (
     "inches inch feet foot ft yards? miles? mph km cm mm m meters? metres? centimeters? kilometers? kilometres? "
     "grams? kg g mg ounces? oz lbs? tons? liters? litres? ml l gallons? quarts? cups? degrees? units? square sq cubic "
     "percent points? times people students? children girls boys eggs? books? apples? per in of a an the each total "
-    "more less left day hour"
+    "more less left"
 )
 _UNIT = rf"(?:{'|'.join(_UNITS.split())})"
 _PLAIN = r"\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+"

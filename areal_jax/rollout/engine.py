@@ -218,8 +218,10 @@ class Engine:
                 if self._fits(rows, length):
                     self._state = self.program.refill(self.snapshot.params, self._state, slots, length)
             jax.block_until_ready(self.program.take(self._state, slots))
-            self._state = self.program.deactivate(self._state, slots)
-        jax.block_until_ready(self.program.recent(self._state))
+            if self.program.stop:
+                self._state = self.program.deactivate(self._state, slots)
+        if self.program.stop:
+            jax.block_until_ready(self.program.recent(self._state))
         self._decode(min_active=0)
 
     def submit(self, requests: Sequence[Request]) -> None:
