@@ -8,11 +8,14 @@ from typing import Any
 
 import ml_collections
 
+from areal_jax import objective
 from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
 from areal_jax.models.transformer import REMAT
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rl.advantages import ADVANTAGES
+from areal_jax.rl.corrections import AGGREGATIONS
+from areal_jax.rl.losses import LOSSES
 from areal_jax.types import UserError
 
 Check = tuple[Callable[[Any], bool], str]
@@ -38,6 +41,7 @@ def _known(names: Mapping[str, Any]) -> Check:
 POSITIVE: Check = (lambda v: v > 0, "expected more than 0")
 FRACTION: Check = (lambda v: 0 < v < 1, "expected more than 0 and less than 1")
 UP_TO_ONE: Check = (lambda v: 0 < v <= 1, "expected more than 0 and at most 1")
+FINITE: Check = (math.isfinite, "expected a finite number")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "expected at least 0 and less than 1")
 
 CHECKS: dict[str, Check] = {
@@ -72,6 +76,8 @@ CHECKS: dict[str, Check] = {
     "warm_start.habit_learning_rate_final": POSITIVE,
     "rollout.max_staleness": (lambda v: v >= 0 and (math.isinf(v) or v == int(v)), "expected 0, 1, 2, ... or inf"),
     "rollout.over_stale": _one_of("train", "drop", "mask_tokens"),
+    "rollout.zero_variance_groups": _one_of("keep", "drop", "refill"),
+    "rollout.max_refills": _at_least(1),
     "rollout.group_size": _at_least(1),
     "rollout.temperature": POSITIVE,
     "rollout.max_prompt_length": _at_least(1),
@@ -92,15 +98,49 @@ CHECKS: dict[str, Check] = {
     "reward.workers": _at_least(1),
     "reward.timeout_seconds": POSITIVE,
     "reward.memory_mb": _at_least(64),
+    "reward.bias": FINITE,
+    "reward.scale": (lambda v: v != 0 and math.isfinite(v), "expected a finite number, not 0"),
+    "reward.clip": POSITIVE,
+    "reward.overlong_buffer": _at_least(0),
+    "reward.overlong_factor": POSITIVE,
+    "reward.truncated": _one_of("keep", "zero_reward", "mask"),
+    "reward.kl_coefficient": _at_least(0),
     "advantage.name": _known(ADVANTAGES),
-    "loss.name": _one_of("ppo", "decoupled_ppo", "staleness_ppo"),
+    "advantage.gamma": UP_TO_ONE,
+    "advantage.lam": _between(0, 1),
+    "critic.kind": _one_of("none", "head", "network"),
+    "critic.learning_rate": POSITIVE,
+    "critic.coefficient": _at_least(0),
+    "critic.clip": _at_least(0),
+    "loss.name": (
+        lambda v: v in LOSSES and v != "sft",
+        "expected one of " + ", ".join(n for n in LOSSES if n != "sft"),
+    ),
+    "loss.aggregation": _one_of(*AGGREGATIONS),
     "loss.clip_low": FRACTION,
     "loss.clip_high": POSITIVE,
-    "loss.importance_weight": _one_of("clamp", "none"),
+    "loss.dual_clip": (lambda v: v == 0 or v > 1, "expected more than 1, or 0 for off"),
+    "loss.proximal": _one_of("auto", "recompute", "loglinear", "behaviour"),
+    "loss.importance_weight": _one_of("auto", "clamp", "mask", "none"),
+    "loss.importance_level": _one_of("token", "sequence"),
     "loss.importance_cap": POSITIVE,
+    "loss.importance_low": BELOW_ONE,
+    "loss.opsm_threshold": _at_least(0),
     "loss.staleness_base": _one_of("ppo", "decoupled_ppo"),
+    "loss.staleness_scope": _one_of("token", "sequence", "batch"),
     "loss.staleness_decay": UP_TO_ONE,
     "loss.staleness_floor": UP_TO_ONE,
+    "loss.gspo_clip_low": FRACTION,
+    "loss.gspo_clip_high": POSITIVE,
+    "loss.cispo_low": BELOW_ONE,
+    "loss.cispo_high": (lambda v: v > 1, "expected more than 1"),
+    "loss.sapo_positive": POSITIVE,
+    "loss.sapo_negative": POSITIVE,
+    "loss.m2po_threshold": POSITIVE,
+    "loss.dppo_threshold": FRACTION,
+    "loss.dppo_penalty": _at_least(0),
+    "loss.kl_coefficient": _at_least(0),
+    "loss.kl_estimator": _one_of("k2", "k3"),
     "loss.entropy_coefficient": _at_least(0),
     "trainer.steps": _at_least(1),
     "trainer.batch_prompts": _at_least(1),
@@ -187,11 +227,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"rollout.queue_capacity is {rollout.queue_capacity} and a batch has {samples} samples: a queue that cannot "
         f"hold one batch would stop the run; set at least {samples}",
     )
-    _require(
-        not (rollout.group_size == 1 and config.advantage.name != "batch_norm"),
-        f"rollout.group_size is 1 and advantage.name {config.advantage.name!r}, which compares the samples of a group: "
-        "every advantage would be 0; raise group_size or use batch_norm",
-    )
+    objective.validate(config)
     _require(
         shards < 0 or trainer.micro_batch_rows % shards == 0,
         f"trainer.micro_batch_rows is {trainer.micro_batch_rows}, and mesh.trainer.data x fsdp = {shards} does not "
@@ -221,7 +257,13 @@ SHAPE_KEYS = (
 
 
 def refuse_idle_overrides(config: ml_collections.ConfigDict, overrides: Mapping[str, Any]) -> None:
-    """Raises UserError for a shape that was asked for on the command line and would be ignored."""
+    """Raises UserError for what was asked for on the command line and would be ignored."""
+    for key, (is_read, reason) in objective.READ_WHEN.items():
+        _require(
+            key not in overrides or is_read(config),
+            f"config.{key} is set to {overrides.get(key)!r} and would be ignored: it is read only {reason}. Leave it "
+            "out",
+        )
     for key in (f"model.{name}" for name in (*SHAPE_KEYS, "rope_base")):
         _require(
             not config.model.path or key not in overrides,

@@ -35,6 +35,23 @@ class MetricsFile:
             for name, value in record.items():
                 if "/" in name and isinstance(value, int | float):
                     self._events.add_scalar(name, value, record["version"])
+                if isinstance(value, list) and name.endswith("/hist"):
+                    self._write_histogram(name, value, record["version"])
+
+    def _write_histogram(self, name: str, counts: list[int], version: int) -> None:
+        """counts: how many of 0, 1, 2, ..."""
+        numbers = range(len(counts))
+        self._events.add_histogram_raw(
+            name,
+            min=min((i for i in numbers if counts[i]), default=0),
+            max=max((i for i in numbers if counts[i]), default=0),
+            num=sum(counts),
+            sum=sum(i * c for i, c in enumerate(counts)),
+            sum_squares=sum(i * i * c for i, c in enumerate(counts)),
+            bucket_limits=[i + 0.5 for i in numbers],
+            bucket_counts=counts,
+            global_step=version,
+        )
 
     def close(self) -> None:
         self._file.close()

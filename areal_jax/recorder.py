@@ -70,7 +70,7 @@ class Recorder:
         self._waited = time.monotonic() - self._waiting_from
         self._waited_total += self._waited
 
-    def step(self, version: int, batch: Sequence[Trajectory], advantages: np.ndarray, named: dict[str, float]) -> None:
+    def step(self, version: int, batch: Sequence[Trajectory], named: dict[str, Any]) -> None:
         """One training step is done and published."""
         now = time.monotonic()
         took = now - self._last
@@ -84,7 +84,7 @@ class Recorder:
             "seconds": self.seconds(),
             "seconds_left": (now - self._began) / self._done * (self._steps - version),
             **named,
-            **diagnostics.batch_metrics(batch, advantages),
+            **diagnostics.batch_metrics(batch),
             "reward/timeouts": sum(s.grading_timeouts for s in self._coordinator.sampler_stats().values()),
             "queue/occupancy": occupancy,
             "queue/capacity": self._capacity,

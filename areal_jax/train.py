@@ -5,34 +5,28 @@ from __future__ import annotations
 import json
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import ml_collections
-import numpy as np
 
-from areal_jax import build, warm_start
+from areal_jax import build, objective, warm_start
 from areal_jax.compiles import CompileCounter
-from areal_jax.data import arithmetic, packing
+from areal_jax.data import arithmetic
 from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
+from areal_jax.learner import Learner
 from areal_jax.metrics import Emit, MetricsFile, clear_metrics, fan_out, replace_text, truncate_metrics
 from areal_jax.models.transformer import Model
 from areal_jax.recorder import Recorder
 from areal_jax.rl import diagnostics
-from areal_jax.rl.advantages import ADVANTAGES, whiten
-from areal_jax.rl.losses import LossConfig, uses_proximal
 from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
 from areal_jax.rollout.engine import Program
 from areal_jax.rollout.evaluation import EvaluationBoard
 from areal_jax.rollout.grading import Grader
 from areal_jax.rollout.sampler import Sampler
-from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
-from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
-from areal_jax.types import PolicySnapshot, TrainBatch, Trajectory, UserError
+from areal_jax.types import PolicySnapshot, Trajectory
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
@@ -49,17 +43,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     splits = {"train", config.evaluation.split} | ({"validation"} if config.warm_start.enabled else set())
     sources, template = build.open_data(config, splits, policy)
     program = build.make_sampling_program(config, model, policy)
-    settings = _Settings(config)
     longest, skip = config.rollout.max_prompt_length, config.data.overlong == "skip"
     held_out = fixed_prompts(sources[config.evaluation.split], config.data.heldout_problems, template, longest, skip)
     prompts = PromptStream(RecordStream(sources["train"], config.seed), template, longest, skip)
 
     # ---------------------------------------------------------------- first weights, or where the run stopped
     checkpoints = Checkpoints(workdir / "checkpoints")
-    optimizer = make_optimizer(settings.optimizer)
-    programs = train_step.compile_programs(
-        model, optimizer, settings.loss, config.rollout.temperature, settings.empty_batch()
-    )
+    learner = Learner(config, model)
     version, books = 0, None
     started_from = warm_start.WarmStart(None, 0.0, 0, cached=False)
     warm_start_began = time.monotonic()
@@ -70,10 +60,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         clear_metrics(workdir)
     metrics = MetricsFile(workdir)
     emit = fan_out([metrics.write, emit])
+    for text in objective.warnings(config):
+        emit({"kind": "warning", "text": text})
+    reference = None
     if saved:
         version = saved[-1]
         emit({"kind": "stage", "text": f"resuming after step {version}"})
-        state, books = checkpoints.restore(version, train_step.init_state(model.init_params(0), model, optimizer))
+        state, books = checkpoints.restore(version, learner.init_state(model.init_params(0)))
+        reference = checkpoints.restore_reference(model.abstract_params) if learner.uses_reference else None
         started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
     else:
         if config.warm_start.enabled:
@@ -85,14 +79,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             params = policy.pretrained.load_params(model)
         else:
             params = model.init_params(config.seed)
-        state = train_step.init_state(params, model, optimizer)
+        state = learner.init_state(params)
+        if learner.uses_reference:
+            reference = checkpoints.save_reference(params)
     seconds_warm_start = time.monotonic() - warm_start_began
     # ---------------------------------------------------------------- the ring
     if books is not None and books["coordinator"]["stream"] is not None:
         prompts.set_state(books["coordinator"]["stream"])
     temperatures = (config.evaluation.temperature, 0.0)
     board = EvaluationBoard(held_out, temperatures, config.rollout.max_response_length)
-    coordinator = Coordinator(settings.coordinator, prompts, board, version)
+    coordinator = Coordinator(_coordinator_config(config), prompts, board, version)
     if books is not None:
         coordinator.restore(books["coordinator"])
     channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
@@ -110,7 +106,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
 
     # ---------------------------------------------------------------- THE loop
     try:
-        samples = settings.coordinator.batch_samples
+        samples = coordinator.config.batch_samples
         emit({"kind": "stage", "text": f"RL: {config.trainer.steps} steps of {samples} samples"})
         ring.start()
         compiles.warm()
@@ -119,10 +115,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             recorder.waiting()
             batch = ring.wait_for_batch(version)
             recorder.batch_arrived()
-            stale = diagnostics.staleness_metrics(batch, version)
-            advantages = settings.advantages(batch, version)
-            rate = settings.learning_rate(version)
-            state, sums, efficiency = _train_on(settings, model, programs, state, batch, advantages, version, rate)
+            measured = diagnostics.staleness_metrics(batch, version) | coordinator.intake.metrics()
+            state, trained = learner.step(state, batch, version, reference)
             coordinator.trained(batch)
             version += 1
             channel.publish(PolicySnapshot(version, state.params))
@@ -130,14 +124,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             channel.retire(coordinator.needed_versions())
             if version in due:
                 coordinator.evaluate(version)
-            recorder.step(
-                version,
-                batch,
-                advantages,
-                stale
-                | sums
-                | {"optimizer/learning_rate": rate, "packing/efficiency": efficiency, "data/skipped": prompts.skipped},
-            )
+            recorder.step(version, batch, measured | trained | {"data/skipped": prompts.skipped})
             if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
                 ring.wait_for_evaluations(before=version)  # a resumed run could not make up for older ones
                 recorder.collect_evaluations()
@@ -158,46 +145,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     return recorder.finish(started_from.skill_accuracy, seconds_warm_start, compiles.after_warmup)
 
 
-def _train_on(
-    settings: _Settings,
-    model: Model,
-    programs: train_step.Programs,
-    state: train_step.TrainState,
-    batch: Sequence[Trajectory],
-    advantages: np.ndarray,
-    version: int,
-    rate: float,
-) -> tuple[train_step.TrainState, dict[str, float], float]:
-    """One training step: the proximal forward over all minibatches, then one update for each.
-
-    Raises UserError when the loss or the gradient is not finite.
-    """
-    packed = settings.pack(batch, advantages, version)
-    placed = [train_step.place(b, model) for b in packed]
-    on_policy = len(placed) == 1 and all(t.oldest_version() == version for t in batch)
-    if uses_proximal(settings.loss) and not on_policy:
-        proximal = [programs.proximal(state.params, b) for b in placed]
-    else:
-        proximal = [b.behaviour_logprobs for b in placed]
-    version_scalar = train_step.scalar(version, np.int32, model)
-    rate_scalar = train_step.scalar(rate, np.float32, model)
-    parts: list[dict[str, float]] = []
-    for b, p in zip(placed, proximal, strict=True):
-        state, sums = programs.update(state, b, p, version_scalar, rate_scalar)
-        host = {k: float(v) for k, v in jax.device_get(sums).items()}
-        if not np.isfinite(host["loss"]) or not np.isfinite(host["max_grad_norm"]):
-            raise UserError(
-                f"step {version + 1}: the loss is {host['loss']} and the gradient norm {host['max_grad_norm']}; the "
-                "parameters are lost. Lower optimizer.learning_rate, or optimizer.max_grad_norm, and start from the "
-                "last checkpoint"
-            )
-        parts.append(host)
-    totals = diagnostics.combine_hosted(parts)
-    named = diagnostics.finalize(totals, settings.loss) | {
-        "optimizer/grad_norm": totals["max_grad_norm"],
-        "tokens/trained": totals["tokens"],
-    }
-    return state, named, packing.efficiency(packed)
+def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
+    r = config.rollout
+    return CoordinatorConfig(
+        group_size=r.group_size,
+        batch_samples=config.trainer.batch_prompts * r.group_size,
+        max_staleness=r.max_staleness,
+        over_stale=r.over_stale,
+        max_refills=r.max_refills if r.zero_variance_groups == "refill" else 0,
+        queue_capacity=r.queue_capacity,
+        lease_timeout_seconds=r.lease_timeout_seconds,
+        temperature=r.temperature,
+        max_new_tokens=r.max_response_length,
+    )
 
 
 def _warm_start(
@@ -247,62 +207,6 @@ def _warm_start(
 
 def _books(coordinator: Coordinator, started_from: warm_start.WarmStart) -> dict[str, Any]:
     return {"coordinator": coordinator.save(), "skill_accuracy": started_from.skill_accuracy}
-
-
-class _Settings:
-    """The values that the loop needs, read once from the config."""
-
-    def __init__(self, config: ml_collections.ConfigDict):
-        r, t = config.rollout, config.trainer
-        samples = t.batch_prompts * r.group_size
-        self.optimizer = OptimizerConfig(
-            config.optimizer.b1,
-            config.optimizer.b2,
-            config.optimizer.eps,
-            config.optimizer.weight_decay,
-            config.optimizer.max_grad_norm,
-        )
-        self.loss = LossConfig(**config.loss.to_dict())
-        self.coordinator = CoordinatorConfig(
-            r.group_size, samples, r.max_staleness, r.over_stale, r.queue_capacity,
-            r.lease_timeout_seconds, r.temperature, r.max_response_length,
-        )  # fmt: skip
-        self._packer = packing.PackingConfig(
-            t.row_length, t.micro_batch_rows, r.max_prompt_length + r.max_response_length
-        )
-        most = -(-(samples + r.group_size - 1) // t.minibatches)  # dropping can make a batch a ragged group longer
-        self._micro_batches = self._packer.max_micro_batches(most)
-        self._minibatches, self._seed = t.minibatches, config.seed
-        self._advantage, self._whiten = ADVANTAGES[config.advantage.name], config.advantage.whiten
-        self._shuffle = config.reward.shuffle
-        self._rate = (t.steps, config.optimizer.learning_rate, config.optimizer.final_learning_rate,
-                      config.optimizer.warmup_steps)  # fmt: skip
-
-    def learning_rate(self, version: int) -> float:
-        return learning_rate(version, *self._rate)
-
-    def advantages(self, batch: Sequence[Trajectory], version: int) -> np.ndarray:
-        """float32 [n]; with reward.shuffle the rewards are permuted over the batch first (the control experiment)."""
-        rewards = np.array([t.reward for t in batch], np.float32)
-        if self._shuffle:
-            rewards = np.random.default_rng([self._seed, version, 1]).permutation(rewards)
-        advantages = self._advantage(rewards, np.array([t.prompt_id for t in batch]))
-        if self._whiten:
-            advantages = whiten(advantages, np.array([t.loss_mask.sum() for t in batch]))
-        return advantages
-
-    def pack(self, batch: Sequence[Trajectory], advantages: np.ndarray, version: int) -> list[TrainBatch]:
-        """The minibatches: a seeded random split of the batch."""
-        order = np.random.default_rng([self._seed, version]).permutation(len(batch))
-        parts = np.array_split(order, self._minibatches)
-        return [
-            packing.pack([batch[i] for i in part], advantages[part], self._packer, self._micro_batches)
-            for part in parts
-        ]
-
-    def empty_batch(self) -> TrainBatch:
-        """A batch with the shapes of every batch of the run."""
-        return packing.pack([], np.zeros(0), self._packer, self._micro_batches)
 
 
 class _InProcess:

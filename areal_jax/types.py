@@ -95,7 +95,7 @@ class Trajectory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """Packed sequences of one optimiser minibatch: M micro-batches of R rows of L tokens.
+    """Packed sequences of one optimiser minibatch, as recorded: M micro-batches of R rows of L tokens.
 
     M is the static upper bound; only the first `micro_batches` carry data. Several sequences share a row, told apart by
     `segment_ids`; sequences never straddle rows.
@@ -113,10 +113,27 @@ class TrainBatch:
     """float32 [M, R, L]."""
     policy_versions: Any
     """int32 [M, R, L]."""
-    advantages: Any
-    """float32 [M, R, L]."""
     micro_batches: Any
     """int32 scalar: how many of the M micro-batches are in use."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """What the trainer works out for the tokens of a TrainBatch before its update; each float32 [M, R, L].
+
+    None is what the run's configuration does not need.
+    """
+
+    advantages: Any
+    proximal_logprobs: Any = None
+    """Under the policy just before the training step."""
+    reference_logprobs: Any = None
+    """Under the policy that RL started from."""
+    values: Any = None
+    """The critic's, before the step."""
+    returns: Any = None
+    """What the critic is fitted to."""
 
 
 @dataclasses.dataclass(frozen=True)

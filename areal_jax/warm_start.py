@@ -25,13 +25,13 @@ from areal_jax.data.prompts import RecordStream, fixed_prompts
 from areal_jax.data.sources import Source
 from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.models.transformer import Model
-from areal_jax.rl.losses import LossConfig
+from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.rollout.engine import Program
 from areal_jax.rollout.grading import Grader
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.transport.weights import restore
-from areal_jax.types import PROMPT_VERSION, Params, PolicySnapshot, Trajectory, UserError
+from areal_jax.types import PROMPT_VERSION, Params, PolicySnapshot, Targets, TrainBatch, Trajectory, UserError
 
 FORMAT = 1  # raise it when a change of the code changes the result
 
@@ -89,18 +89,22 @@ def warm_start(
     )
     examples = _Examples(config, data, packer)
     optimizer = make_optimizer(OptimizerConfig())
-    programs = train_step.compile_programs(model, optimizer, LossConfig("sft"), 1.0, examples.next_batch(0.0))
+    shape = examples.next_batch(0.0)[0]
+    supervised = train_step.StepConfig(resolve(LossConfig("sft")), diagnostics=False)
+    programs = train_step.compile_programs(model, optimizer, supervised, shape)
     params = model.init_params(config.seed)
     template = Template(TemplateConfig(), data.tokenizer)
     validation = fixed_prompts(data.validation, config.validation_problems, template, config.max_prompt_length, False)
 
     def run(state: train_step.TrainState, rate: float, direct: float) -> tuple[train_step.TrainState, dict[str, float]]:
-        batch = train_step.place(examples.next_batch(direct), model)
+        packed, _ = examples.next_batch(direct)
+        batch = train_step.place(packed, model)
+        targets = train_step.place_targets(Targets(advantages=np.zeros_like(packed.loss_mask)), model)
         rate_array = train_step.scalar(rate, np.float32, model)
         version = train_step.scalar(0, np.int32, model)
-        state, sums = programs.update(state, batch, batch.behaviour_logprobs, version, rate_array)
+        state, sums = programs.update(state, batch, targets, version, train_step.Rates(rate_array, rate_array))
         host = jax.device_get(sums)
-        loss = float(host["loss"] / host["tokens"])
+        loss = float(host["objective"] / host["denominator"])
         if not np.isfinite(loss):
             raise UserError(f"the warm start's loss is {loss}: lower warm_start.skill_learning_rate")
         return state, {"loss": loss}
@@ -162,7 +166,7 @@ class _Examples:
         self._tokenizer, self._packer = data.tokenizer, packer
         self._left: list[Trajectory] = []
 
-    def next_batch(self, direct_fraction: float) -> Any:
+    def next_batch(self, direct_fraction: float) -> tuple[TrainBatch, packing.Layout]:
         kept: list[Trajectory] = []
         for example in self._examples(direct_fraction):
             lengths = [len(t.tokens) for t in [*kept, example]]
@@ -170,7 +174,7 @@ class _Examples:
                 self._left = [example]
                 break
             kept.append(example)
-        return packing.pack(kept, np.ones(len(kept)), self._packer, 1)
+        return packing.pack(kept, self._packer, 1)
 
     def _examples(self, direct_fraction: float) -> Iterator[Trajectory]:
         yield from self._left

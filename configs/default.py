@@ -70,6 +70,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout = ml_collections.ConfigDict()
     c.rollout.max_staleness = 4.0  # policy versions, >= 0; 0 is synchronous RL, inf unbounded (AReaL's eta)
     c.rollout.over_stale = "train"  # train | drop | mask_tokens: tokens over the bound when they are consumed
+    c.rollout.zero_variance_groups = (
+        "keep"  # keep | drop (out of the loss) | refill (draw others): all rewards the same
+    )
+    c.rollout.max_refills = 8  # refill: batches of such groups passed over for one batch before they are taken, >= 1
     c.rollout.group_size = 8  # samples per prompt, >= 1
     c.rollout.temperature = 1.0  # of training samples, > 0
     c.rollout.max_prompt_length = 16  # tokens, >= 1
@@ -91,21 +95,63 @@ def get_config() -> ml_collections.ConfigDict:
     c.reward.workers = 2  # symbolic comparisons at once in each sampler, >= 1
     c.reward.timeout_seconds = 2.0  # after which such a grade is killed and counts as wrong, > 0
     c.reward.memory_mb = 1024  # of one such process, >= 64
+    # shaping: clip((R + overlong penalty + bias) * scale, -clip, clip)
+    c.reward.bias = 0.0
+    c.reward.scale = 1.0  # not 0
+    c.reward.clip = 20.0  # > 0
+    c.reward.overlong_buffer = 0  # tokens before max_response_length over which a penalty grows; 0 is off
+    c.reward.overlong_factor = 1.0  # the penalty at max_response_length, > 0
+    c.reward.truncated = "keep"  # keep | zero_reward | mask (out of the loss): responses cut at max_response_length
+    c.reward.kl_coefficient = 0.0  # >= 0; takes coefficient * (log-prob - that of the initial policy) off at each token
     c.reward.shuffle = False  # control experiment: permute the rewards of each batch, so that they carry no signal
 
     c.advantage = ml_collections.ConfigDict()
-    c.advantage.name = "group_norm"  # group_norm | dr_grpo | rloo | batch_norm
-    c.advantage.whiten = False  # normalise the advantages over the batch afterwards
+    c.advantage.name = "group_norm"  # group_norm | dr_grpo | rloo | batch_norm | reinforce_pp | gae
+    c.advantage.gamma = 1.0  # gae, reinforce_pp: discount per token, in (0, 1]
+    c.advantage.lam = 1.0  # gae: lambda, in [0, 1]
+    c.advantage.group_baseline = False  # reinforce_pp: take the group's mean reward off first
+    c.advantage.whiten = False  # normalise the advantages over the tokens of the batch afterwards
+
+    c.critic = ml_collections.ConfigDict()  # needed by gae and by nothing else
+    c.critic.kind = "none"  # none | head (on the policy) | network (layers of its own, which start as the policy's)
+    c.critic.learning_rate = 1e-4  # > 0, constant
+    c.critic.coefficient = 0.5  # of the value loss in the policy's layers, for `head`, >= 0
+    c.critic.clip = 0.5  # most that a value may change in a training step before its loss is clipped; 0 is off
 
     c.loss = ml_collections.ConfigDict()
-    c.loss.name = "decoupled_ppo"  # ppo | decoupled_ppo | staleness_ppo
-    c.loss.clip_low = 0.2  # in (0, 1)
-    c.loss.clip_high = 0.2  # > 0
-    c.loss.importance_weight = "clamp"  # clamp | none: the weight exp(proximal - behaviour) of decoupled objectives
+    c.loss.name = (
+        "decoupled_ppo"  # ppo | decoupled_ppo | staleness_ppo | gspo | cispo | sapo | m2po | topr | dppo | reinforce
+    )
+    c.loss.aggregation = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (Dr. GRPO)
+    c.loss.clip_low = 0.2  # ppo, decoupled_ppo, staleness_ppo: in (0, 1)
+    c.loss.clip_high = 0.2  # and > 0
+    c.loss.dual_clip = 0.0  # where A < 0 the loss is at most this times -A; > 1, usually 3; 0 is off
+    # the proximal policy, for decoupled objectives and importance weights: recompute it by a forward before the step,
+    # interpolate it (loglinear), or take the behaviour's; auto is recompute
+    c.loss.proximal = "auto"  # auto | recompute | loglinear | behaviour
+    c.loss.proximal_check = False  # with loglinear: recompute it as well and report the difference
+    # w = exp(proximal - behaviour) multiplies decoupled objectives and reinforce: auto is clamp for the decoupled ones
+    # and none for the others
+    c.loss.importance_weight = "auto"  # auto | clamp | mask (0 outside importance_low to importance_cap) | none
+    c.loss.importance_level = "token"  # token | sequence (the geometric mean over its tokens)
     c.loss.importance_cap = 5.0  # > 0
+    c.loss.importance_low = 0.5  # mask: in [0, 1)
+    c.loss.opsm_threshold = 0.0  # reject sequences with A < 0 and mean(behaviour - policy log-prob) over it; 0 is off
     c.loss.staleness_base = "decoupled_ppo"  # ppo | decoupled_ppo: what staleness_ppo narrows the clip range of
+    c.loss.staleness_scope = "token"  # token | sequence | batch: whose (mean) staleness narrows it
     c.loss.staleness_decay = 0.95  # per version, in (0, 1]
     c.loss.staleness_floor = 0.1  # in (0, 1]
+    c.loss.gspo_clip_low = 3e-4  # in (0, 1)
+    c.loss.gspo_clip_high = 4e-4  # > 0
+    c.loss.cispo_low = 0.0  # bounds of the weight: in [0, 1)
+    c.loss.cispo_high = 5.0  # > 1
+    c.loss.sapo_positive = 1.0  # temperature where A > 0, > 0
+    c.loss.sapo_negative = 1.05  # and where A <= 0, > 0
+    c.loss.m2po_threshold = 0.04  # most that the mean squared log-ratio may be, > 0
+    c.loss.dppo_threshold = 0.2  # change of a token's probability, in (0, 1)
+    c.loss.dppo_penalty = 1e-3  # of the squared log-ratio, >= 0
+    c.loss.kl_coefficient = 0.0  # >= 0; penalises KL(policy || initial policy)
+    c.loss.kl_estimator = "k3"  # k2 | k3 (the value of k3 with the gradient of k2)
     c.loss.entropy_coefficient = 0.0  # >= 0
 
     c.trainer = ml_collections.ConfigDict()
@@ -114,6 +160,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.trainer.minibatches = 2  # optimiser updates per training step; divides the samples
     c.trainer.row_length = 128  # tokens of a packed row, >= prompt + response
     c.trainer.micro_batch_rows = 16  # rows per micro-batch, a multiple of mesh.trainer data x fsdp
+    c.trainer.diagnostics = True  # measure clipping, ratios, divergences, all by staleness; False saves a little time
     c.trainer.remat = "none"  # none | dots | full: layer results that the backward computes again, to save memory
 
     c.optimizer = ml_collections.ConfigDict()
@@ -125,6 +172,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.eps = 1e-8  # > 0
     c.optimizer.weight_decay = 0.0  # >= 0, on matrices
     c.optimizer.max_grad_norm = 1.0  # global norm, > 0
+    c.optimizer.scale_by_ess = False  # times sqrt(effective sample size / samples) of the sequences' ratios
 
     c.mesh = ml_collections.ConfigDict()  # sizes of the mesh axes; one may be -1: the rest of the devices
     c.mesh.trainer = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})

@@ -3,7 +3,10 @@
 import pytest
 
 from areal_jax import config as config_lib
+from areal_jax import objective
 from areal_jax.launch import local
+from areal_jax.rl.corrections import AGGREGATIONS
+from areal_jax.rl.losses import LOSSES
 from areal_jax.types import UserError
 from configs import default
 from configs import math as presets
@@ -67,6 +70,33 @@ def test_every_key_is_checked_or_free():
         ({"reward.incorrect": 1.0}, ["reward.incorrect is 1.0", "at most 0"]),
         ({"reward.workers": 0}, ["reward.workers is 0"]),
         ({"trainer.remat": "some"}, ["'some'", "dots"]),
+        ({"loss.name": "sft"}, ["'sft'", "decoupled_ppo", "gspo"]),
+        ({"loss.name": "ppo", "loss.proximal": "recompute"}, ["'recompute'", "'ppo'", "reads no proximal"]),
+        ({"loss.name": "reinforce", "loss.proximal": "loglinear"}, ["'loglinear'", "'reinforce'", "decoupled"]),
+        ({"loss.name": "gspo", "loss.importance_weight": "clamp"}, ["'clamp'", "'gspo'", "twice"]),
+        (
+            {"loss.name": "staleness_ppo", "loss.staleness_base": "ppo", "loss.importance_weight": "mask"},
+            ["'mask'", "'staleness_ppo'", "twice"],
+        ),
+        ({"loss.proximal_check": True}, ["proximal_check", "'loglinear'", "'auto'"]),
+        ({"loss.importance_weight": "mask", "loss.importance_cap": 0.4}, ["importance_low 0.5", "importance_cap 0.4"]),
+        ({"loss.name": "cispo", "loss.dual_clip": 3.0}, ["dual_clip is 3.0", "'cispo'", "decoupled_ppo"]),
+        ({"loss.dual_clip": 0.5}, ["dual_clip is 0.5", "more than 1"]),
+        ({"advantage.name": "gae"}, ["'gae'", "critic.kind 'none'", "'head' or 'network'"]),
+        ({"critic.kind": "head"}, ["'group_norm'", "critic.kind 'head'"]),
+        ({"loss.name": "topr", "advantage.name": "reinforce_pp"}, ["'topr'", "'reinforce_pp'", "per trajectory"]),
+        ({"advantage.name": "batch_norm", "advantage.whiten": True}, ["whiten is True", "'batch_norm'"]),
+        (
+            {"rollout.group_size": 1, "advantage.name": "batch_norm", "rollout.zero_variance_groups": "refill"},
+            ["group_size is 1", "'refill'"],
+        ),
+        (
+            {"rollout.group_size": 1, "advantage.name": "reinforce_pp", "advantage.group_baseline": True},
+            ["group_size is 1", "'reinforce_pp'"],
+        ),
+        ({"reward.overlong_buffer": 100}, ["overlong_buffer is 100", "max_response_length 72"]),
+        ({"reward.scale": 0.0}, ["reward.scale is 0.0"]),
+        ({"loss.cispo_high": 0.9}, ["cispo_high is 0.9"]),
     ],
 )
 def test_bad_values_are_named_with_the_remedy(changes, words):
@@ -77,6 +107,67 @@ def test_bad_values_are_named_with_the_remedy(changes, words):
         config_lib.validate(config)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sft"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_objective_is_chosen_by_its_name(name, aggregation):
+    config = default.get_config()
+    config.loss.update({"name": name, "aggregation": aggregation})
+    config_lib.validate(config)
+    chosen = objective.loss_config(config)
+    assert (chosen.name, chosen.aggregation) == (name, aggregation)
+    assert chosen.constant_length == config.rollout.max_response_length
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss.name": "reinforce"}, ["max_staleness is 4", "'reinforce'", "loss.importance_weight"]),
+        ({"loss.importance_weight": "none"}, ["decoupled_ppo", "uncorrected"]),
+        ({"loss.name": "reinforce", "loss.importance_weight": "clamp"}, []),
+        ({"loss.name": "reinforce", "rollout.max_staleness": 0.0}, []),
+        ({}, []),
+        ({"loss.name": "ppo"}, []),
+    ],
+)
+def test_what_may_be_meant_is_warned_of(changes, words):
+    config = default.get_config()
+    config.update_from_flattened_dict(changes)
+    config_lib.validate(config)
+    found = objective.warnings(config)
+    assert len(found) == (1 if words else 0)
+    for word in words:
+        assert word in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({"loss.name": "ppo"}, "loss.cispo_high", "with loss.name 'cispo'"),
+        ({"loss.name": "gspo"}, "loss.clip_low", "'ppo' or 'decoupled_ppo'"),
+        ({"loss.name": "ppo"}, "loss.importance_cap", "importance weights"),
+        ({}, "loss.importance_low", "'mask'"),
+        ({}, "advantage.gamma", "'gae' and 'reinforce_pp'"),
+        ({}, "critic.learning_rate", "critic.kind"),
+        ({"critic.kind": "network", "advantage.name": "gae"}, "critic.coefficient", "'head'"),
+        ({}, "loss.kl_estimator", "kl_coefficient"),
+        ({}, "rollout.max_refills", "'refill'"),
+    ],
+)
+def test_an_override_that_nothing_reads_is_refused(changes, key, reason):
+    config = default.get_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match="would be ignored") as error:
+        config_lib.refuse_idle_overrides(config, {**changes, key: 0.5})
+    assert key in str(error.value)
+    assert reason in str(error.value)
+    config_lib.refuse_idle_overrides(config, changes)
+
+
+def test_every_key_of_a_part_is_known_to_be_read_or_not():
+    for key in objective.READ_WHEN:
+        assert key in config_lib.flatten(default.get_config()), key
 
 
 @pytest.mark.parametrize(
@@ -92,6 +183,10 @@ def test_bad_values_are_named_with_the_remedy(changes, words):
         (["--config=configs/math.py", "--config.rollout.max_staleness=-2"], ["max_staleness is -2"]),
         (["--config=configs/math.py", "--rolee=trainer"], ["rolee"]),
         (["--config=configs/math.py", "stray"], ["unexpected argument 'stray'"]),
+        (
+            ["--config=configs/math.py", "--config.loss.name=ppo", "--config.loss.m2po_threshold=.1"],
+            ["m2po_threshold", "would be ignored", "'m2po'"],
+        ),
         ([], ["no config: pass --config=configs/math.py"]),
     ],
 )

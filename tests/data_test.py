@@ -134,7 +134,8 @@ def test_packing_keeps_every_token_once_and_apart(shape):
     advantages = rng.standard_normal(len(batch)).astype(np.float32)
     config = packing.PackingConfig(row_length=16, rows=2, max_sequence_length=10)
     bound = config.max_micro_batches(len(batch))
-    packed = packing.pack(batch, advantages, config, bound)
+    packed, layout = packing.pack(batch, config, bound)
+    spread = layout.spread([np.full(len(t.tokens), a) for t, a in zip(batch, advantages, strict=True)])
     assert int(packed.micro_batches) <= bound
     found = {}
     for m in range(bound):
@@ -153,7 +154,10 @@ def test_packing_keeps_every_token_once_and_apart(shape):
         np.testing.assert_array_equal(packed.tokens[where], t.tokens)
         np.testing.assert_array_equal(packed.policy_versions[where], t.policy_versions)
         np.testing.assert_array_equal(packed.loss_mask[where], t.loss_mask)
-        np.testing.assert_array_equal(packed.advantages[where], a * t.loss_mask)
+        np.testing.assert_array_equal(spread[where], np.full(len(t.tokens), a))
+    for t, back in zip(batch, layout.gather(packed.behaviour_logprobs), strict=True):
+        np.testing.assert_array_equal(back, t.behaviour_logprobs)
+    assert np.count_nonzero(spread) <= sum(len(t.tokens) for t in batch)
     assert 0 < packing.efficiency([packed]) <= 1
 
 

@@ -4,13 +4,12 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from areal_jax import build, plan
 from areal_jax.data import packing
 from areal_jax.models.transformer import TransformerConfig, build_model
-from areal_jax.rl.losses import LossConfig
+from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, make_optimizer
 from areal_jax.types import UserError
@@ -122,8 +121,9 @@ def test_activations_are_near_what_xla_reserves(rows, length):
         vocab_size=3000, layers=4, d_model=128, heads=8, kv_heads=2, head_dim=16, d_ff=512, remat="none"
     )
     model = build_model(config, one_device_mesh())
-    batch = packing.pack([], np.zeros(0), packing.PackingConfig(length, rows, length), 2)
-    programs = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), LossConfig("ppo"), 1.0, batch)
+    batch, _ = packing.pack([], packing.PackingConfig(length, rows, length), 2)
+    step = train_step.StepConfig(resolve(LossConfig("ppo")))
+    programs = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), step, batch)
     state = 4 * model.parameter_count()
     reserved = programs.update.memory_analysis().temp_size_in_bytes
     estimate = 2 * state + plan.activation_bytes(config, rows, length, 1) + rows * length * 3000 * plan.LOGIT_BYTES

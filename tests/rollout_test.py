@@ -135,7 +135,7 @@ def test_the_check_can_fail():
         ledger.check()
 
 
-def coordinator(eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeout=1e9, group=2, batch=4):
+def coordinator(eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeout=1e9, group=2, batch=4, refills=0):
     numbers = iter(range(10_000))
 
     def source():
@@ -143,7 +143,7 @@ def coordinator(eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeo
         return Prompt(i, np.array([3, 4], np.int32), f"{i}", "0"), {"next_id": i + 1}
 
     prompts = [Prompt(i, np.array([5], np.int32), f"h{i}", "0") for i in range(heldout)]
-    config = CoordinatorConfig(group, batch, eta, over_stale, capacity, lease_timeout, 1.0, 8)
+    config = CoordinatorConfig(group, batch, eta, over_stale, refills, capacity, lease_timeout, 1.0, 8)
     return Coordinator(config, source, EvaluationBoard(prompts, (1.0, 0.0), 8))
 
 
@@ -173,7 +173,7 @@ class FakeSampler:
         self.held += [(lease, i) for lease in reply.leases for i in lease.sample_ids]
         return reply
 
-    def finish(self, lease, sample_id, version=None):
+    def finish(self, lease, sample_id, version=None, **changes):
         version = self.version if version is None else version
         t = trajectory(sample_id, len(lease.prompt.tokens), 3, np.random.default_rng(sample_id % 1000))
         pinned = lease.pinned_version
@@ -183,6 +183,7 @@ class FakeSampler:
             prompt_id=lease.prompt.prompt_id,
             policy_versions=versions.astype(np.int32),
             evaluation=pinned is not None,
+            **changes,
         )
 
 
@@ -328,6 +329,72 @@ def test_dropped_samples_are_counted_refunded_and_replaced():
     assert 3 not in [t.sample_id for t in batch]
     assert c.counts()["dropped"] == 1
     assert len(batch) == 5  # whole groups: the one that lost a sample, and two more
+
+
+def flat_where(rewards):
+    """Finishes a sampler's leases with the rewards of their groups."""
+
+    def finish_all(s):
+        done = [s.finish(lease, i, reward=rewards(lease.prompt.prompt_id, i)) for lease, i in s.held]
+        s.held = []
+        return done
+
+    return finish_all
+
+
+@pytest.mark.parametrize("eta", [0.0, 2.0])
+def test_dynamic_sampling_passes_groups_without_a_signal_over_and_draws_others(eta):
+    """Prompts with an even number are all right; samples of the others differ."""
+    c = coordinator(eta=eta, refills=8)
+    s = FakeSampler(c)
+    finish_all = flat_where(lambda prompt, i: 1.0 if prompt % 2 == 0 else float(i % 2))
+    seen = []
+    for version in range(6):
+        for _ in range(20):
+            batch = c.take_batch(version, timeout=0.0)
+            if batch is not None:
+                break
+            s.report(finish_all(s), want=4)
+        assert batch is not None, c.counts()
+        assert len(batch) == 4
+        seen += [t.prompt_id for t in batch]
+        assert c.intake.metrics()["group/refilled_fraction"] > 0
+        c.trained(batch)
+        c.publish(version + 1)
+        counts = c.counts()
+        assert math.floor((counts["issued"] - counts["dropped"] - 1) / 4) <= version + 1 + eta
+    assert all(p % 2 == 1 for p in seen)
+    assert c.save()["ledger"]["dropped"]["zero_variance"] == c.counts()["dropped"] > 0
+
+
+def test_dynamic_sampling_takes_what_there_is_in_the_end():
+    """Where no group has a signal, two batches' worth are passed over for each batch and the run goes on."""
+    c = coordinator(eta=0.0, refills=2)
+    s, finish_all = FakeSampler(c), flat_where(lambda prompt, i: 1.0)
+    for version in range(3):
+        for _ in range(20):
+            batch = c.take_batch(version, timeout=0.0)
+            if batch is not None:
+                break
+            s.report(finish_all(s), want=4)
+        assert len(batch) == 4
+        c.trained(batch)
+        c.publish(version + 1)
+    assert c.counts()["dropped"] == 3 * 2 * 4
+
+
+def test_the_intake_measures_what_it_left_out():
+    c = coordinator(eta=0.0, over_stale="drop")
+    c.publish(1)
+    s = FakeSampler(c)
+    s.version = 1
+    s.report(want=8)
+    s.report([s.finish(lease, i, version=0 if i == 3 else 1) for lease, i in s.held])
+    batch = c.take_batch(1, timeout=0.0)
+    measured = c.intake.metrics()
+    assert measured["staleness/dropped_fraction"] == pytest.approx(1 / (len(batch) + 1))
+    assert measured["staleness/queue_age_seconds"] >= 0
+    assert measured["group/refilled_fraction"] == 0
 
 
 def test_a_long_run_that_drops_never_runs_dry():

@@ -13,9 +13,8 @@ import numpy as np
 
 from areal_jax import build, main, train, warm_start
 from areal_jax.data.prompts import PromptStream, RecordStream
+from areal_jax.learner import Learner
 from areal_jax.rollout.engine import Engine, Request
-from areal_jax.trainer import train_step
-from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.types import PolicySnapshot
 
 
@@ -23,14 +22,12 @@ def run(output, argv):
     config, _ = main._parse([sys.argv[0], *argv])
     policy = build.find_policy(config)
     model, grader = build.make_model(config, "trainer", policy), build.make_grader(config, policy)
-    settings = train._Settings(config)
+    learner = Learner(config, model)
     program = build.make_sampling_program(config, model, policy)
     sources, template = build.open_data(config, {"train", "validation"}, policy)
     data = warm_start.Data(sources["train"], sources["validation"], policy.tokenizer)
     params = train._warm_start(config, model, program, grader, data, lambda record: None).params
-    optimizer = make_optimizer(settings.optimizer)
-    programs = train_step.compile_programs(model, optimizer, settings.loss, 1.0, settings.empty_batch())
-    state = train_step.init_state(params, model, optimizer)
+    state = learner.init_state(params)
     r = config.rollout
     next_problem = PromptStream(RecordStream(data.train, config.seed), template, r.max_prompt_length, False)
     next_prompt = 0
@@ -52,9 +49,7 @@ def run(output, argv):
             finished = len(done)
             batch += [grader(prompts[c.request.sample_id], c, False).result()[0] for c in done]
         batch.sort(key=lambda t: t.sample_id)
-        advantages = settings.advantages(batch, version)
-        rate = settings.learning_rate(version)
-        state, _, _ = train._train_on(settings, model, programs, state, batch, advantages, version, rate)
+        state, _ = learner.step(state, batch, version)
     np.savez(output, *map(np.asarray, jax.tree.leaves(state.params)))
 
 

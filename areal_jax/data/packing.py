@@ -53,12 +53,31 @@ def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def pack(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, config: PackingConfig, micro_batches: int
-) -> TrainBatch:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the trajectories of a packed minibatch lie."""
+
+    spans: list[tuple[int, int, int]]
+    """Per trajectory: its row (counted through all micro-batches), first position and length."""
+    shape: tuple[int, int, int]
+    """(M, R, L)."""
+
+    def spread(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """One array [T] per trajectory -> float32 [M, R, L], 0 elsewhere."""
+        packed = np.zeros((self.shape[0] * self.shape[1], self.shape[2]), np.float32)
+        for (row, start, length), value in zip(self.spans, values, strict=True):
+            packed[row, start : start + length] = value
+        return packed.reshape(self.shape)
+
+    def gather(self, packed: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `spread`."""
+        rows = np.asarray(packed).reshape(-1, self.shape[2])
+        return [rows[row, start : start + length] for row, start, length in self.spans]
+
+
+def pack(trajectories: Sequence[Trajectory], config: PackingConfig, micro_batches: int) -> tuple[TrainBatch, Layout]:
     """Packs one minibatch.
 
-    advantages: float [n], one per trajectory, spread over its tokens that count.
     micro_batches: the static M; raises ValueError when the sequences need more.
     """
     rows = assign_rows([len(t.tokens) for t in trajectories], config.row_length)
@@ -67,8 +86,9 @@ def pack(
         raise ValueError(f"{len(rows)} rows need {used} micro-batches of {config.rows} rows; there are {micro_batches}")
     shape = (micro_batches * config.rows, config.row_length)
     tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    loss_mask, behaviour, spread_advantages = (np.zeros(shape, np.float32) for _ in range(3))
+    loss_mask, behaviour = (np.zeros(shape, np.float32) for _ in range(2))
     versions = np.full(shape, PROMPT_VERSION, np.int32)
+    spans = [(0, 0, 0)] * len(trajectories)
     for r, members in enumerate(rows):
         start = 0
         for segment, index in enumerate(members, start=1):
@@ -80,19 +100,19 @@ def pack(
             loss_mask[r, span] = t.loss_mask
             behaviour[r, span] = t.behaviour_logprobs
             versions[r, span] = t.policy_versions
-            spread_advantages[r, span] = advantages[index] * t.loss_mask
+            spans[index] = (r, start, len(t.tokens))
             start = span.stop
     stacked = (micro_batches, config.rows, config.row_length)
-    return TrainBatch(
+    batch = TrainBatch(
         tokens=tokens.reshape(stacked),
         segment_ids=segment_ids.reshape(stacked),
         positions=positions.reshape(stacked),
         loss_mask=loss_mask.reshape(stacked),
         behaviour_logprobs=behaviour.reshape(stacked),
         policy_versions=versions.reshape(stacked),
-        advantages=spread_advantages.reshape(stacked),
         micro_batches=np.int32(used),
     )
+    return batch, Layout(spans, stacked)
 
 
 def efficiency(batches: Sequence[TrainBatch]) -> float:

@@ -1,90 +1,204 @@
-"""Sums over tokens that become the training metrics.
+"""What is measured of a training step. Every name is listed in docs/algorithms.md.
 
-`token_sums` runs inside the train step and returns plain masked sums (and maxima), which add up across micro-batches
-and devices; `finalize` turns them into the named metrics on the host. `staleness_metrics` needs no device.
+`token_sums` runs inside the train step and returns sums, minima, maxima and histograms over tokens, which combine
+across micro-batches, minibatches and devices; `finalize` turns them into named metrics on the host, over all tokens and
+for each bucket of staleness. The rest needs no device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from areal_jax.rl.losses import LOG_RATIO_BOUND, LossConfig, TokenInputs, TokenLosses, log_ratio, uses_proximal
+from areal_jax.rl.corrections import PolicyLoss, effective_sample_of
+from areal_jax.rl.losses import LOG_RATIO_BOUND, LossConfig, log_ratio, reads_proximal
 from areal_jax.types import Trajectory
 
 Sums = dict[str, Array]
 
+BUCKETS = {"d0": 0, "d1": 1, "d2": 2, "d3-4": 3, "d5-8": 5, "d9-16": 9, "d17+": 17}
+"""name -> the smallest staleness in it."""
 
-def token_sums(x: TokenInputs, losses: TokenLosses, entropy: Float[Array, "R L"], config: LossConfig) -> Sums:
-    """Masked sums of one micro-batch; keys starting with 'max_' combine by maximum."""
-    mask = x.mask
+BINS = 512
+KNEE = 1e-3  # log-ratios below it share bins of even width; above it a bin is 4 % wide
 
-    def total(values: Array) -> Array:
-        return jnp.sum(jnp.where(mask > 0, values, 0.0))
+MEANS = {
+    "clip/low_fraction": "clip_low",
+    "clip/high_fraction": "clip_high",
+    "clip/dual_fraction": "clip_dual",
+    "clip/zero_gradient_fraction": "zero_gradient",
+    "clip/effective_epsilon_mean": "epsilon",
+    "importance/r_mean": "r",
+    "importance/log_ratio_clamped_fraction": "clamped",
+    "importance/rejected_fraction": "rejected",
+    "behaviour_kl/k1": "behaviour_k1",
+    "behaviour_kl/k3": "behaviour_k3",
+    "policy/entropy": "entropy",
+    "loss/policy": "loss",
+}
+PROXIMAL_MEANS = {
+    "importance/w_mean": "w",
+    "importance/above_cap_fraction": "above_cap",
+    "behaviour_kl/proximal_k1": "proximal_k1",
+    "behaviour_kl/proximal_k3": "proximal_k3",
+    "behaviour_kl/update_k1": "update_k1",
+    "behaviour_kl/update_k3": "update_k3",
+}
+CHECK_MEANS = {"proximal/abs_error": "proximal_error", "proximal/w_error": "w_error"}
+"""metric -> the sum that it is the mean of, per token."""
 
-    r_log = log_ratio(x.logprobs, x.behaviour_logprobs, mask)
-    w_log = log_ratio(x.proximal_logprobs, x.behaviour_logprobs, mask)
-    weight = jnp.exp(w_log)
-    return {
-        "tokens": jnp.sum(mask),
-        "loss": total(losses.loss),
-        "entropy": total(entropy),
-        "clip_low": total(losses.clipped_low),
-        "clip_high": total(losses.clipped_high),
-        "epsilon": total(losses.epsilon),
-        "log_ratio_clamped": total((jnp.abs(r_log) >= LOG_RATIO_BOUND).astype(jnp.float32)),
-        "kl_k1": total(-r_log),
-        "kl_k3": total(jnp.exp(r_log) - 1.0 - r_log),
-        "r": total(jnp.exp(r_log)),
-        "w": total(weight),
-        "w_squared": total(jnp.square(weight)),
-        "w_above_cap": total((weight > config.importance_cap).astype(jnp.float32)),
-        "max_w": jnp.max(jnp.where(mask > 0, weight, 0.0)),
-        "max_r": jnp.max(jnp.where(mask > 0, jnp.exp(r_log), 0.0)),
+
+def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfig) -> Sums:
+    """Of one micro-batch. Keys starting with 'max_' and 'min_' combine so; arrays [B] are by bucket of staleness."""
+    x, mask = loss.inputs, loss.inputs.mask
+    r_log = log_ratio(x.logprobs, x.behaviour_logprobs)
+    values = {
+        "tokens": mask,
+        "loss": loss.tokens.loss,
+        "entropy": jnp.where(mask > 0, entropy, 0.0),
+        "clip_low": loss.tokens.clipped_low,
+        "clip_high": loss.tokens.clipped_high,
+        "clip_dual": loss.dual_clipped,
+        "rejected": loss.rejected,
+        "zero_gradient": (loss.gradient == 0.0).astype(jnp.float32),
+        "epsilon": loss.tokens.epsilon,
+        "clamped": (jnp.abs(r_log) >= LOG_RATIO_BOUND).astype(jnp.float32),
+        "reference_kl": loss.kl,
+        "r": jnp.exp(r_log),
+        "behaviour_k1": -r_log,
+        "behaviour_k3": _k3(r_log),
     }
+    epsilon = loss.tokens.epsilon
+    sums = {
+        "histogram_r": _histogram(r_log, mask),
+        "max_r": _extreme(jnp.max, jnp.exp(r_log), mask),
+        "min_r": -_extreme(jnp.max, -jnp.exp(r_log), mask),
+        "min_epsilon": -_extreme(jnp.max, -epsilon, mask),
+    }
+    if reads_proximal(config):
+        w_log = log_ratio(x.proximal_logprobs, x.behaviour_logprobs)
+        update = log_ratio(x.logprobs, x.proximal_logprobs)
+        w = jnp.exp(w_log)
+        values |= {
+            "w": w,
+            "w_squared": jnp.square(w),
+            "above_cap": (w > config.importance_cap).astype(jnp.float32),
+            "proximal_k1": -w_log,
+            "proximal_k3": _k3(w_log),
+            "update_k1": -update,
+            "update_k3": _k3(update),
+        }
+        sample = effective_sample_of(w_log, x)
+        sums |= {
+            "histogram_w": _histogram(w_log, mask),
+            "max_w": _extreme(jnp.max, w, mask),
+            "min_w": -_extreme(jnp.max, -w, mask),
+            "sequence_w": sample.weights,
+            "sequence_w_squared": sample.squares,
+            "sequences": sample.sequences,
+        }
+        if config.proximal_check:
+            exact = jnp.exp(log_ratio(loss.recomputed, x.behaviour_logprobs))
+            values |= {
+                "proximal_error": jnp.abs(x.proximal_logprobs - loss.recomputed),
+                "w_error": jnp.abs(w - exact),
+            }
+    return sums | _by_bucket(values, x.staleness, mask)
+
+
+def _by_bucket(values: dict[str, Array], staleness: Array, mask: Array) -> Sums:
+    """Sums over the counted tokens of each bucket, [B]; values are finite everywhere."""
+    lowest = jnp.array(list(BUCKETS.values()))
+    bucket = jnp.searchsorted(lowest, staleness, side="right") - 1  # [R, L]
+    member = jax.nn.one_hot(bucket, len(BUCKETS)) * mask[..., None]  # [R, L, B]
+    stacked = jnp.stack(list(values.values()))  # [K, R, L]
+    sums = jnp.einsum("krl,rlb->kb", stacked, member, precision=jax.lax.Precision.HIGHEST)
+    return dict(zip(values, sums, strict=True))
+
+
+def _k3(log_r: Array) -> Array:
+    return jnp.expm1(log_r) - log_r
+
+
+def _extreme(reduce: Any, values: Array, mask: Array) -> Array:
+    return reduce(jnp.where(mask > 0, values, -jnp.inf))
+
+
+def _histogram(log_r: Array, mask: Array) -> Array:
+    """[BINS] counts over +-LOG_RATIO_BOUND, the bins' width growing with the distance from 0."""
+    place = (jnp.arcsinh(log_r / KNEE) / np.arcsinh(LOG_RATIO_BOUND / KNEE) + 1.0) / 2.0
+    index = jnp.clip((place * BINS).astype(jnp.int32), 0, BINS - 1)
+    return jnp.zeros(BINS, jnp.float32).at[index.ravel()].add(mask.ravel())
+
+
+def quantile(histogram: np.ndarray, q: float) -> float:
+    """Of the ratio (not its log), as the middle of the bin that holds it; 1 for an empty histogram."""
+    total = histogram.sum()
+    if total == 0:
+        return 1.0
+    index = int(np.searchsorted(np.cumsum(histogram), q * total))
+    place = 2.0 * (min(index, BINS - 1) + 0.5) / BINS - 1.0
+    return float(np.exp(KNEE * np.sinh(place * np.arcsinh(LOG_RATIO_BOUND / KNEE))))
 
 
 def combine(a: Sums, b: Sums) -> Sums:
-    """Sums of two micro-batches together, inside the train step."""
-    return {k: jnp.maximum(a[k], b[k]) if k.startswith("max_") else a[k] + b[k] for k in a}
+    """Sums of two micro-batches or minibatches together; works on device and on the host."""
+    joined = {}
+    for key, value in a.items():
+        if key.startswith("max_"):
+            joined[key] = jnp.maximum(value, b[key])
+        elif key.startswith("min_"):
+            joined[key] = jnp.minimum(value, b[key])
+        else:
+            joined[key] = value + b[key]
+    return joined
 
 
-def combine_hosted(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sums of several minibatches together, on the host."""
-    return {k: (max if k.startswith("max_") else sum)(part[k] for part in parts) for k in parts[0]}
+def empty(like: Sums) -> Sums:
+    """What changes nothing when combined; like: arrays or their shapes."""
+    fill = {"max_": -np.inf, "min_": np.inf}
+    return {k: jnp.full(v.shape, fill.get(k[:4], 0.0), v.dtype) for k, v in like.items()}
 
 
-def finalize(sums: dict[str, float], config: LossConfig) -> dict[str, float]:
-    """The named metrics of one training step from its sums."""
-    n = max(sums["tokens"], 1.0)
-    metrics = {
-        "loss/policy": sums["loss"] / n,
-        "policy/entropy": sums["entropy"] / n,
-        "clip/low_fraction": sums["clip_low"] / n,
-        "clip/high_fraction": sums["clip_high"] / n,
-        "clip/effective_epsilon_mean": sums["epsilon"] / n,
-        "importance/log_ratio_clamped_fraction": sums["log_ratio_clamped"] / n,
-        "importance/r_mean": sums["r"] / n,
-        "importance/r_max": sums["max_r"],
-        "behaviour_kl/k1": sums["kl_k1"] / n,
-        "behaviour_kl/k3": sums["kl_k3"] / n,
-    }
-    if uses_proximal(config):
-        metrics |= {
-            "importance/w_mean": sums["w"] / n,
-            "importance/w_max": sums["max_w"],
-            "importance/above_cap_fraction": sums["w_above_cap"] / n,
-            "importance/ess_token": sums["w"] ** 2 / max(n * sums["w_squared"], 1e-30),
-        }
+def finalize(sums: dict[str, np.ndarray], config: LossConfig) -> dict[str, float]:
+    """The named metrics of one training step, from `token_sums`; of a bucket with its name behind a slash."""
+    tokens = sums["tokens"]
+    n = max(float(tokens.sum()), 1.0)
+    names = MEANS | (PROXIMAL_MEANS if reads_proximal(config) else {}) | (CHECK_MEANS if config.proximal_check else {})
+    if config.kl_coefficient:
+        names = names | {"loss/reference_kl": "reference_kl"}
+    metrics = {name: float(sums[key].sum()) / n for name, key in names.items()}
+    for bucket, count in zip(range(len(tokens)), tokens, strict=True):
+        if count > 0:
+            label = list(BUCKETS)[bucket]
+            metrics[f"staleness/fraction/{label}"] = float(count) / n
+            metrics |= {f"{name}/{label}": float(sums[key][bucket] / count) for name, key in names.items()}
+    ratios = ["r"] + (["w"] if reads_proximal(config) else [])
+    for ratio in ratios if tokens.sum() > 0 else []:
+        metrics[f"importance/{ratio}_min"] = float(sums[f"min_{ratio}"])
+        metrics[f"importance/{ratio}_max"] = float(sums[f"max_{ratio}"])
+        for q in (1, 50, 99):
+            metrics[f"importance/{ratio}_p{q}"] = quantile(sums[f"histogram_{ratio}"], q / 100)
+    if tokens.sum() > 0:
+        metrics["clip/effective_epsilon_min"] = float(sums["min_epsilon"])
+    if reads_proximal(config):
+        w, squared = float(sums["w"].sum()), float(sums["w_squared"].sum())
+        sequence_w, sequence_squared = float(sums["sequence_w"]), float(sums["sequence_w_squared"])
+        count = max(float(sums["sequences"]), 1.0)
+        metrics["importance/ess_token"] = w**2 / max(n * squared, 1e-30)
+        metrics["importance/ess_sequence"] = sequence_w**2 / max(count * sequence_squared, 1e-30)
     return metrics
 
 
-def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
     """How old the tokens of a batch are, in policy versions, when the trainer at `version` consumes them.
 
+    `staleness/hist` is a list: tokens of staleness 0, 1, 2, ... A sequence is as old as its oldest token.
     Raises ValueError if a token is newer than the trainer, which would mean broken version stamps.
     """
     per_sequence = [version - t.policy_versions[t.prompt_length :] for t in trajectories]
@@ -93,7 +207,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
         raise ValueError(f"a token carries version {version - tokens.min()}, newer than the trainer's {version}")
     oldest = np.array([d.max() for d in per_sequence])
     distinct = np.array([len(np.unique(d)) for d in per_sequence])
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Any] = {}
     for level, values in (("token", tokens), ("sequence", oldest)):
         metrics |= {
             f"staleness/{level}_mean": float(values.mean()),
@@ -101,30 +215,53 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
             f"staleness/{level}_p95": float(np.quantile(values, 0.95)),
             f"staleness/{level}_max": float(values.max()),
         }
+    metrics["staleness/hist"] = np.bincount(tokens).tolist()
     metrics["staleness/versions_per_sequence"] = float(distinct.mean())
     metrics["staleness/mixed_fraction"] = float((distinct > 1).mean())
     return metrics
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> dict[str, float]:
-    """Rewards, lengths, groups and advantages of a batch."""
+def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards, lengths and groups of a batch; a response is correct if its reward is positive."""
     rewards = np.array([t.reward for t in trajectories])
     lengths = np.array([t.response_length for t in trajectories])
+    truncated = np.array([t.finish_reason == "length" for t in trajectories])
     prompt_ids = np.array([t.prompt_id for t in trajectories])
     groups = [rewards[prompt_ids == p] for p in np.unique(prompt_ids)]
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
-        "length/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std()),
-        "advantage/positive_fraction": float((advantages > 0).mean()),
         "group/zero_std_fraction": float(np.mean([np.all(g == g[0]) for g in groups])),
         "group/all_pass_fraction": float(np.mean([np.all(g == rewards.max()) and g[0] > 0 for g in groups])),
         "group/all_fail_fraction": float(np.mean([np.all(g <= 0) for g in groups])),
     }
-    for name, chosen in (("correct", rewards > 0), ("incorrect", rewards <= 0)):
+    everything = np.ones(len(rewards), bool)
+    for prefix, chosen in (("", everything), ("correct_", rewards > 0), ("incorrect_", rewards <= 0)):
         if chosen.any():
-            metrics[f"length/{name}_mean"] = float(lengths[chosen].mean())
+            metrics[f"length/{prefix}mean"] = float(lengths[chosen].mean())
+            metrics[f"length/{prefix}max"] = float(lengths[chosen].max())
+            metrics[f"length/{prefix}truncated_fraction"] = float(truncated[chosen].mean())
     return metrics
+
+
+def advantage_metrics(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> dict[str, float]:
+    """Over the tokens that count; {} if none does."""
+    a = np.concatenate([x[m > 0] for x, m in zip(advantages, masks, strict=True)])
+    if not len(a):
+        return {}
+    return {
+        "advantage/mean": float(a.mean()),
+        "advantage/std": float(a.std()),
+        "advantage/positive_fraction": float((a > 0).mean()),
+    }
+
+
+def value_metrics(
+    values: Sequence[np.ndarray], returns: Sequence[np.ndarray], masks: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Explained variance of the returns: 1 - Var(G - V) / Var(G), 0 where the returns do not vary."""
+    v, g = (np.concatenate([x[m > 0] for x, m in zip(a, masks, strict=True)]) for a in (values, returns))
+    if not len(g):
+        return {}
+    variance = float(np.var(g.astype(np.float64)))
+    explained = 1.0 - float(np.var((g - v).astype(np.float64))) / variance if variance > 0 else 0.0
+    return {"value/explained_variance": explained, "value/mean": float(v.mean())}

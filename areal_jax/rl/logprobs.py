@@ -29,3 +29,14 @@ def token_logprobs(
     first = positions == 0
     shift = [(0, 0), (1, 0)]
     return jnp.where(first, 0.0, jnp.pad(predicted, shift)), jnp.where(first, 0.0, jnp.pad(entropy, shift))
+
+
+def token_values(
+    hidden: Float[Array, "B T D"], head: Float[Array, " D"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Per token: the critic's value of the state in which it was drawn, float32; 0 at the first of each sequence.
+
+    hidden: final states; the one at t - 1 is where token t is drawn.
+    """
+    values = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), head)
+    return jnp.where(positions == 0, 0.0, jnp.pad(values[:, :-1], [(0, 0), (1, 0)]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_jax.rollout.admission import AdmissionGate
 from areal_jax.rollout.evaluation import Evaluation, EvaluationBoard
-from areal_jax.rollout.groups import Group, GroupQueue, handle_over_stale
+from areal_jax.rollout.groups import Group, GroupQueue, Intake
 from areal_jax.rollout.leases import LeaseHolders
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.transport.messages import Reply, Report, SamplerStats
@@ -35,6 +35,9 @@ class CoordinatorConfig:
     max_staleness: float
     over_stale: str
     """'train', 'drop' or 'mask_tokens': what happens to tokens older than max_staleness when they are consumed."""
+    max_refills: float
+    """Dynamic sampling: groups without a signal are passed over for others, up to so many batches of them for one
+    batch; 0 takes all groups."""
     queue_capacity: int
     """Samples in complete groups; when full, samplers wait."""
     lease_timeout_seconds: float
@@ -59,7 +62,9 @@ class Coordinator:
         self._stopping = False
         self._stream_state: dict[str, Any] | None = None
         self._queue = GroupQueue(self._ledger)
-        self._batch: list[Trajectory] = []
+        self._intake = self._new_intake()
+        self.intake = self._intake
+        """Of the last batch taken."""
         self._holders = LeaseHolders(config.lease_timeout_seconds)
         self.duplicates = 0
         self._heard = time.monotonic()
@@ -135,24 +140,26 @@ class Coordinator:
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while len(self._batch) < self.config.batch_samples:
+            while len(self._intake.samples) < self.config.batch_samples:
                 group = self._queue.take()
                 if group is not None:
                     self._consume(group, version)
                 elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
-            batch, self._batch = self._batch, []
+            self.intake, self._intake = self._intake, self._new_intake()
+            batch = self.intake.samples
             # dropping can leave a batch with part of a group too many; Eq. 3 counts batch_samples to a version
             self._gate.refund(len(batch) - self.config.batch_samples)
             return sorted(batch, key=lambda t: t.sample_id)
 
     def _consume(self, group: Group, version: int) -> None:
-        bound, policy = self.config.max_staleness, self.config.over_stale
-        kept = [handle_over_stale(t, version, bound, policy) for t in group.arrived]
-        self._batch += [t for t in kept if t is not None]
-        dropped = [t.sample_id for t, k in zip(group.arrived, kept, strict=True) if k is None]
-        self._ledger.drop(dropped, "over_stale")
-        self._gate.refund(len(dropped))
+        for reason, sample_ids in self._intake.add(group, version).items():
+            self._ledger.drop(sample_ids, reason)
+            self._gate.refund(len(sample_ids))
+
+    def _new_intake(self) -> Intake:
+        passable = self.config.max_refills * self.config.batch_samples
+        return Intake(self.config.max_staleness, self.config.over_stale, passable)
 
     def trained(self, batch: Sequence[Trajectory]) -> None:
         """The batch has been trained on."""
@@ -220,7 +227,7 @@ class Coordinator:
     def save(self) -> dict[str, Any]:
         """JSON-able: the books, the stream's state and the groups still open. Call between `trained` and `publish`."""
         with self._changed:
-            if self._batch:
+            if self._intake.samples:
                 raise RuntimeError("a batch is half taken; save after `trained`")
             return {
                 "ledger": self._ledger.save(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ class Group:
     prompt: Prompt
     sample_ids: tuple[int, ...]
     arrived: list[Trajectory] = dataclasses.field(default_factory=list)
+    completed: float = 0.0
+    """time.monotonic() when the last of its samples arrived."""
+
+    def has_signal(self) -> bool:
+        """Whether its samples differ in reward."""
+        return any(t.reward != self.arrived[0].reward for t in self.arrived)
 
     def save(self) -> dict[str, Any]:
         """JSON-able; what has arrived is not saved, but drawn again."""
@@ -51,6 +58,7 @@ class GroupQueue:
         group.arrived.append(trajectory)
         if len(group.arrived) == len(group.sample_ids):
             self._ledger.queue(group.sample_ids)
+            group.completed = time.monotonic()
             self._complete.append(self._open.pop(trajectory.prompt_id))
             self.samples += len(group.sample_ids)
 
@@ -65,6 +73,44 @@ class GroupQueue:
     def groups(self) -> list[Group]:
         """All that have not been taken."""
         return [*self._complete, *self._open.values()]
+
+
+@dataclasses.dataclass
+class Intake:
+    """A batch being put together from groups, and what was left out of it."""
+
+    max_staleness: float
+    over_stale: str
+    """As `handle_over_stale` has it."""
+    most_without_signal: float
+    """Dynamic sampling: so many samples of groups whose rewards are all the same are passed over; 0 takes them all."""
+    samples: list[Trajectory] = dataclasses.field(default_factory=list)
+    ages: list[float] = dataclasses.field(default_factory=list)
+    """Seconds that each group waited in the queue."""
+    over_stale_ids: list[int] = dataclasses.field(default_factory=list)
+    """Ids of samples dropped for their age,"""
+    without_signal: list[int] = dataclasses.field(default_factory=list)
+    """and of those in groups passed over for others, whose rewards differ."""
+
+    def add(self, group: Group, version: int) -> dict[str, list[int]]:
+        """Takes a group for training at `version`; returns the ids left out, by reason."""
+        self.ages.append(time.monotonic() - group.completed)
+        if not group.has_signal() and len(self.without_signal) + len(group.arrived) <= self.most_without_signal:
+            self.without_signal += group.sample_ids
+            return {"zero_variance": list(group.sample_ids)}
+        kept = [handle_over_stale(t, version, self.max_staleness, self.over_stale) for t in group.arrived]
+        left_out = [t.sample_id for t, k in zip(group.arrived, kept, strict=True) if k is None]
+        self.samples += [t for t in kept if t is not None]
+        self.over_stale_ids += left_out
+        return {"over_stale": left_out}
+
+    def metrics(self) -> dict[str, float]:
+        taken = len(self.samples) + len(self.over_stale_ids) + len(self.without_signal)
+        return {
+            "staleness/dropped_fraction": len(self.over_stale_ids) / max(1, taken),
+            "staleness/queue_age_seconds": float(np.mean(self.ages)) if self.ages else 0.0,
+            "group/refilled_fraction": len(self.without_signal) / max(1, taken),
+        }
 
 
 def handle_over_stale(trajectory: Trajectory, version: int, bound: float, policy: str) -> Trajectory | None:

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from areal_jax.trainer.train_step import TrainState
+from areal_jax.trainer.train_step import CriticState, TrainState
+from areal_jax.types import Params
 
 KEEP = 2
+REFERENCE = "reference"
 
 
 class Checkpoints:
@@ -46,12 +48,37 @@ class Checkpoints:
                 state=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args), books=ocp.args.JsonRestore()
             ),
         )
-        leaves = [restored["state"]["optimizer"][f"{i:05d}"] for i in range(len(wanted["optimizer"]))]
-        opt_state = jax.tree.unflatten(jax.tree.structure(like.opt_state), leaves)
-        return TrainState(restored["state"]["params"], opt_state), restored["books"]
+        found = restored["state"]
+        critic = None
+        if like.critic is not None:
+            critic = CriticState(found["critic"], _from_leaves(found["critic_optimizer"], like.critic.opt_state))
+        state = TrainState(found["params"], _from_leaves(found["optimizer"], like.opt_state), critic)
+        return state, restored["books"]
+
+    def save_reference(self, params: Params) -> Params:
+        """Keeps the parameters that RL starts from, which a KL is to; returns a copy that no training step takes."""
+        ocp.PyTreeCheckpointer().save(self._directory / REFERENCE, args=ocp.args.PyTreeSave(params), force=True)
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
+
+    def restore_reference(self, abstract: Params) -> Params:
+        args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        restored = ocp.PyTreeCheckpointer().restore(
+            self._directory / REFERENCE, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args)
+        )
+        return dict(restored)
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
     """Plain dicts: the optimizer's state is a tree of its library's own types, saved as its leaves in order."""
-    leaves = jax.tree.leaves(state.opt_state)
-    return {"params": state.params, "optimizer": {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}}
+    saved = {"params": state.params, "optimizer": _leaves(state.opt_state)}
+    if state.critic is not None:
+        saved |= {"critic": state.critic.params, "critic_optimizer": _leaves(state.critic.opt_state)}
+    return saved
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _from_leaves(leaves: dict[str, Any], like: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in sorted(leaves)])

@@ -1,7 +1,8 @@
-"""The jitted functions of the trainer: the proximal forward and one optimiser update.
+"""The jitted functions of the trainer: the forwards before a training step and one optimiser update.
 
-Both loop over the micro-batches in use of a packed minibatch with a dynamic trip count, so that one compiled program
-serves batches of every size. Gradients are summed in float32 and divided once by the minibatch's token count.
+All loop over the micro-batches in use of a packed minibatch with a dynamic trip count, so that one compiled program
+serves batches of every size. Sums of the gradient, of the loss and of its denominator are kept in float32; the
+gradient is divided once, by the whole minibatch's denominator.
 """
 
 from __future__ import annotations
@@ -16,11 +17,50 @@ import optax
 from jaxtyping import Array, Float
 
 from areal_jax import sharding
+from areal_jax.models.critic import Critic
 from areal_jax.models.transformer import Model
-from areal_jax.rl import diagnostics
-from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rl import corrections, diagnostics
+from areal_jax.rl.corrections import EffectiveSample
+from areal_jax.rl.logprobs import token_logprobs, token_values
 from areal_jax.rl.losses import LOSSES, LossConfig, TokenInputs
-from areal_jax.types import Params, TrainBatch
+from areal_jax.rl.values import value_loss
+from areal_jax.types import Params, Targets, TrainBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The keys of `config.critic` that shape its update."""
+
+    coefficient: float = 0.5
+    """Of the value loss beside the policy's, for a head on the policy."""
+    clip: float = 0.5
+    """Of the change of a value in one training step; 0 is off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What a training step minimises and reports."""
+
+    loss: LossConfig
+    """Resolved."""
+    temperature: float = 1.0
+    """Of sampling, at which all log-probs are taken."""
+    critic: CriticConfig = CriticConfig()
+    scale_by_ess: bool = False
+    """Multiply the learning rate by `corrections.step_scale`."""
+    with_reference: bool = False
+    """Whether a reference policy's log-probs are needed, in the loss or elsewhere."""
+    diagnostics: bool = True
+    """False: only what the loss itself is made of is reported."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CriticState:
+    """The critic's parameters (`models.critic.Critic`) and their optimizer state."""
+
+    params: Params
+    opt_state: Any
 
 
 @jax.tree_util.register_dataclass
@@ -30,57 +70,89 @@ class TrainState:
 
     params: Params
     opt_state: Any
+    critic: CriticState | None = None
+
+
+class Rates(NamedTuple):
+    """Learning rates of one step, replicated float32 scalars."""
+
+    policy: Any
+    critic: Any
 
 
 class Programs(NamedTuple):
     """The trainer's compiled functions."""
 
-    proximal: Any
-    """(params, batch) -> float32 [M, R, L]: log-probs of the batch's tokens under `params`."""
+    before: Any
+    """(state, batch) -> Before: what the step holds fixed, under the parameters before it."""
+    logprobs: Any
+    """(params, batch) -> float32 [M, R, L]: of the batch's tokens under a reference's parameters; None without one."""
     update: Any
-    """(state, batch, proximal_logprobs, version, learning_rate) -> (state, sums)."""
+    """(state, batch, targets, version, rates) -> (state, sums)."""
 
 
-def init_state(params: Params, model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+class Before(NamedTuple):
+    """Each float32 [M, R, L]; None where the configuration needs none."""
+
+    logprobs: Any
+    values: Any
+
+
+def init_state(
+    params: Params, model: Model, optimizer: optax.GradientTransformation, critic: Critic | None = None
+) -> TrainState:
     """Optimizer state beside its parameters, sharded like them."""
-    return TrainState(params, jax.jit(optimizer.init, out_shardings=_opt_shardings(model, optimizer))(params))
+    opt_state = _init(optimizer, params, model.abstract_params, model)
+    if critic is None:
+        return TrainState(params, opt_state)
+    critic_params = critic.init_params(params)
+    critic_opt = _init(optimizer, critic_params, critic.abstract_params, model)
+    return TrainState(params, opt_state, CriticState(critic_params, critic_opt))
 
 
 def compile_programs(
     model: Model,
     optimizer: optax.GradientTransformation,
-    config: LossConfig,
-    temperature: float,
+    config: StepConfig,
     batch: TrainBatch,
+    critic: Critic | None = None,
 ) -> Programs:
-    """Compiles both functions ahead of time for batches shaped like `batch`; they compile nothing later.
+    """Compiles the functions ahead of time for batches shaped like `batch`; they compile nothing later."""
 
-    temperature: the sampling temperature, at which all log-probs are taken.
-    """
-    proximal = jax.jit(lambda params, b: proximal_logprobs(model, temperature, params, b))
-
-    def step(state: TrainState, b: TrainBatch, p: Array, version: Array, rate: Array) -> tuple[TrainState, Any]:
-        return update(model, optimizer, config, temperature, state, b, p, version, rate)
+    def step(state: TrainState, b: TrainBatch, t: Targets, version: Array, rates: Rates) -> tuple[TrainState, Any]:
+        return update(model, critic, optimizer, config, state, b, t, version, rates)
 
     params = model.abstract_params
-    opt_state = jax.tree.map(_abstract, jax.eval_shape(optimizer.init, params), _opt_shardings(model, optimizer))
+    state = TrainState(params, _abstract_opt_state(optimizer, params, model))
+    if critic is not None:
+        values = critic.abstract_params
+        state = dataclasses.replace(state, critic=CriticState(values, _abstract_opt_state(optimizer, values, model)))
     placed = jax.tree.map(_abstract, batch, batch_shardings(model))
-    old = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch_shardings(model).tokens)
-    scalars = [jax.ShapeDtypeStruct((), t, sharding=sharding.replicated(model.mesh)) for t in (jnp.int32, jnp.float32)]
-    state_shardings = jax.tree.map(lambda x: x.sharding, TrainState(params, opt_state))
+    targets = _abstract_targets(config, batch, model, critic)
+    version, rate = (
+        jax.ShapeDtypeStruct((), t, sharding=sharding.replicated(model.mesh)) for t in (jnp.int32, jnp.float32)
+    )
+    before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b))
+    logprobs = jax.jit(lambda p, b: batch_logprobs(model, config.temperature, p, b))
     return Programs(
-        proximal=proximal.lower(params, placed).compile(),
-        update=jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
-        .lower(TrainState(params, opt_state), placed, old, *scalars)
+        before=before.lower(state, placed).compile(),
+        logprobs=logprobs.lower(params, placed).compile() if config.with_reference else None,
+        update=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), None))
+        .lower(state, placed, targets, version, Rates(rate, rate))
         .compile(),
     )
 
 
 def batch_shardings(model: Model) -> TrainBatch:
     """Rows over the data and fsdp axes; everything else whole."""
-    rows = sharding.named(model.mesh, (None, "batch", None))
+    rows = rows_sharding(model)
     fields = [f.name for f in dataclasses.fields(TrainBatch)]
     return TrainBatch(*[rows if f != "micro_batches" else sharding.replicated(model.mesh) for f in fields])
+
+
+def rows_sharding(model: Model) -> jax.sharding.NamedSharding:
+    """Of an array [M, R, L]."""
+    return sharding.named(model.mesh, (None, "batch", None))
 
 
 def place(batch: TrainBatch, model: Model) -> TrainBatch:
@@ -88,70 +160,164 @@ def place(batch: TrainBatch, model: Model) -> TrainBatch:
     return jax.device_put(batch, batch_shardings(model))
 
 
+def place_targets(targets: Targets, model: Model) -> Targets:
+    """Moves targets to the mesh; those that are there already stay."""
+    return jax.tree.map(lambda x: jax.device_put(x, rows_sharding(model)), targets)
+
+
 def scalar(value: float, dtype: Any, model: Model) -> Array:
     """A replicated scalar argument of a compiled step."""
     return jax.device_put(np.asarray(value, dtype), sharding.replicated(model.mesh))
 
 
-def proximal_logprobs(model: Model, temperature: float, params: Params, batch: TrainBatch) -> Float[Array, "M R L"]:
-    """Log-probs of the batch's tokens under `params`, held fixed for the whole training step."""
+def needs(config: StepConfig, critic: Critic | None) -> tuple[bool, bool]:
+    """Whether the forward before the step must give (log-probs, values)."""
+    return corrections.needs_proximal_forward(config.loss), critic is not None
+
+
+def forward_before(model: Model, critic: Critic | None, config: StepConfig, state: TrainState, b: TrainBatch) -> Before:
+    """Log-probs and values of the batch's tokens under the parameters before the step, where they are needed."""
+    with_logprobs, with_values = needs(config, critic)
+
+    def one(i: Array, out: Before) -> Before:
+        micro = _micro_batch(b, i)
+        policy = model.bind(state.params)
+        hidden = policy(*_inputs(micro))  # traced, and not computed where nothing reads it
+        logprobs, values = out
+        if with_logprobs:
+            drawn = token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, config.temperature)[0]
+            logprobs = logprobs.at[i].set(drawn)
+        if critic is not None and state.critic is not None:
+            values = values.at[i].set(_values(critic, state.critic.params, hidden, micro))
+        return Before(logprobs, values)
+
+    zeros = jnp.zeros(b.tokens.shape, jnp.float32)
+    start = Before(zeros if with_logprobs else None, zeros if with_values else None)
+    return jax.lax.fori_loop(0, b.micro_batches, one, start)
+
+
+def batch_logprobs(model: Model, temperature: float, params: Params, b: TrainBatch) -> Float[Array, "M R L"]:
+    """Log-probs of the batch's tokens under any parameters."""
 
     def one(i: Array, out: Array) -> Array:
-        micro = _micro_batch(batch, i)
-        return out.at[i].set(_forward(model, temperature, params, micro)[0])
+        micro = _micro_batch(b, i)
+        policy = model.bind(params)
+        hidden = policy(*_inputs(micro))
+        return out.at[i].set(token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, temperature)[0])
 
-    return jax.lax.fori_loop(0, batch.micro_batches, one, jnp.zeros(batch.tokens.shape, jnp.float32))
+    return jax.lax.fori_loop(0, b.micro_batches, one, jnp.zeros(b.tokens.shape, jnp.float32))
 
 
 def update(
     model: Model,
+    critic: Critic | None,
     optimizer: optax.GradientTransformation,
-    config: LossConfig,
-    temperature: float,
+    config: StepConfig,
     state: TrainState,
     batch: TrainBatch,
-    proximal: Float[Array, "M R L"],
+    targets: Targets,
     version: Array,
-    learning_rate: Array,
+    rates: Rates,
 ) -> tuple[TrainState, diagnostics.Sums]:
     """One optimiser update over a packed minibatch; returns the new state and the sums for the metrics."""
+    critic_params = None if state.critic is None else state.critic.params
+    statistic = _statistic(model, config, state.params, batch, targets, version)
 
-    def loss(params: Params, i: Array) -> tuple[Array, diagnostics.Sums]:
-        micro = _micro_batch(batch, i)
-        logprobs, entropy = _forward(model, temperature, params, micro)
-        x = TokenInputs(
-            logprobs=logprobs,
-            proximal_logprobs=proximal[i],
-            behaviour_logprobs=micro.behaviour_logprobs,
-            advantages=micro.advantages,
-            mask=micro.loss_mask,
-            staleness=jnp.where(micro.loss_mask > 0, version - micro.policy_versions, 0),
-        )
-        losses = LOSSES[config.name](x, config)
-        objective = losses.loss - config.entropy_coefficient * entropy
-        total = jnp.sum(jnp.where(x.mask > 0, objective, 0.0))
-        return total, diagnostics.token_sums(x, losses, entropy, config)
+    def loss(trained: tuple[Params, Params | None], i: Array) -> tuple[Array, diagnostics.Sums]:
+        params, values_params = trained
+        micro, target = _micro_batch(batch, i), jax.tree.map(lambda x: x[i], targets)
+        policy = model.bind(params)
+        hidden = policy(*_inputs(micro))
+        logprobs, entropy = token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, config.temperature)
+        x = token_inputs(micro, target, logprobs, version, statistic)
+        found = corrections.policy_loss(x, entropy, target.reference_logprobs, config.loss)
+        sums = {"objective": found.total, "denominator": found.denominator, "counted": jnp.sum(x.mask)}
+        if config.scale_by_ess:
+            sums |= {f"ess_{k}": v for k, v in corrections.effective_sample(found.inputs)._asdict().items()}
+        if config.diagnostics:
+            sums |= diagnostics.token_sums(found, entropy, config.loss)
+        total = found.total
+        if critic is not None:
+            values = _values(critic, values_params, hidden, micro)
+            each, clipped = value_loss(values, target.values, target.returns, x.mask, config.critic.clip)
+            sums |= {"value_loss": jnp.sum(each), "value_clipped": jnp.sum(clipped)}
+            # the sums are divided by the policy's denominator: this makes it a mean over tokens all the same
+            share = denominator / jnp.maximum(jnp.sum(batch.loss_mask), 1.0)
+            total = total + jnp.sum(each) * share * (config.critic.coefficient if critic.backbone is None else 1.0)
+        return total, sums
 
+    denominator = jnp.maximum(_denominator(config.loss, batch), 1.0)
     gradient = jax.grad(loss, has_aux=True)
+    trained = (state.params, critic_params)
 
-    def accumulate(i: Array, carry: tuple[Params, diagnostics.Sums]) -> tuple[Params, diagnostics.Sums]:
-        grads, sums = gradient(state.params, i)
+    def accumulate(i: Array, carry: tuple[Any, diagnostics.Sums]) -> tuple[Any, diagnostics.Sums]:
+        grads, sums = gradient(trained, i)
         return jax.tree.map(jnp.add, carry[0], grads), diagnostics.combine(carry[1], sums)
 
-    zero_sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(loss, state.params, jnp.int32(0))[1])
-    zeros = (jax.tree.map(jnp.zeros_like, state.params), zero_sums)
+    no_sums = diagnostics.empty(jax.eval_shape(loss, trained, jnp.int32(0))[1])
+    zeros = (jax.tree.map(jnp.zeros_like, trained), no_sums)
     grads, sums = jax.lax.fori_loop(0, batch.micro_batches, accumulate, zeros)
-    tokens = jnp.maximum(jnp.sum(batch.loss_mask), 1.0)
-    grads = jax.tree.map(lambda g: g / tokens, grads)
-    direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p + learning_rate * u, state.params, direction)
-    return TrainState(params, opt_state), sums | {"max_grad_norm": optax.tree.norm(grads)}
+    policy_grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
+    rate = rates.policy
+    if config.scale_by_ess:
+        scale = corrections.step_scale(EffectiveSample(*(sums.pop(f"ess_{k}") for k in EffectiveSample._fields)))
+        rate, sums = rate * scale, sums | {"min_step_scale": scale}
+    params, opt_state = _descend(optimizer, policy_grads, state.opt_state, state.params, rate)
+    sums |= {"max_grad_norm": optax.tree.norm(policy_grads)}
+    if state.critic is None:
+        return TrainState(params, opt_state), sums
+    values = _descend(optimizer, critic_grads, state.critic.opt_state, state.critic.params, rates.critic)
+    return TrainState(params, opt_state, CriticState(*values)), sums | {
+        "max_critic_grad_norm": optax.tree.norm(critic_grads)
+    }
 
 
-def _forward(model: Model, temperature: float, params: Params, micro: TrainBatch) -> tuple[Array, Array]:
-    policy = model.bind(params)
-    hidden = policy(micro.tokens, micro.positions, micro.segment_ids)
-    return token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, temperature)
+def token_inputs(micro: TrainBatch, target: Targets, logprobs: Array, version: Array, statistic: Array) -> TokenInputs:
+    """What the objective sees of a micro-batch (or of a whole batch)."""
+    proximal = micro.behaviour_logprobs if target.proximal_logprobs is None else target.proximal_logprobs
+    return TokenInputs(
+        logprobs=logprobs,
+        proximal_logprobs=proximal,
+        behaviour_logprobs=micro.behaviour_logprobs,
+        advantages=target.advantages,
+        mask=micro.loss_mask,
+        staleness=jnp.where(micro.loss_mask > 0, version - micro.policy_versions, 0),
+        segment_ids=micro.segment_ids,
+        statistic=statistic,
+    )
+
+
+def _statistic(
+    model: Model, config: StepConfig, params: Params, batch: TrainBatch, targets: Targets, version: Array
+) -> Array:
+    """The objective's statistic of the whole minibatch under the current parameters."""
+    logprobs = batch.behaviour_logprobs
+    if LOSSES[config.loss.name].statistic_of_policy:
+        logprobs = batch_logprobs(model, config.temperature, params, batch)
+    x = token_inputs(batch, targets, logprobs, version, jnp.zeros(()))
+    return corrections.batch_statistic(x, config.loss)
+
+
+def _denominator(config: LossConfig, batch: TrainBatch) -> Array:
+    """Of the whole minibatch: it depends on masks alone."""
+    flat = (-1, batch.tokens.shape[-1])
+    mask, segment_ids = batch.loss_mask.reshape(flat), batch.segment_ids.reshape(flat)
+    return corrections.aggregate(mask, mask, segment_ids, config.aggregation, config.constant_length)[1]
+
+
+def _descend(
+    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Params, rate: Array
+) -> tuple[Params, Any]:
+    direction, opt_state = optimizer.update(grads, opt_state, params)
+    return jax.tree.map(lambda p, u: p + rate * u, params, direction), opt_state
+
+
+def _values(critic: Critic, params: Params, policy_hidden: Array, micro: TrainBatch) -> Float[Array, "R L"]:
+    return token_values(critic.hidden(params, policy_hidden, _inputs(micro)), params["head"], micro.positions)
+
+
+def _inputs(micro: TrainBatch) -> tuple[Array, Array, Array]:
+    return micro.tokens, micro.positions, micro.segment_ids
 
 
 def _micro_batch(batch: TrainBatch, i: Array) -> TrainBatch:
@@ -160,14 +326,32 @@ def _micro_batch(batch: TrainBatch, i: Array) -> TrainBatch:
     return TrainBatch(**{k: v if k == "micro_batches" else v[i] for k, v in values.items()})
 
 
-def _opt_shardings(model: Model, optimizer: optax.GradientTransformation) -> Any:
+def _abstract_targets(config: StepConfig, batch: TrainBatch, model: Model, critic: Critic | None) -> Targets:
+    array = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=rows_sharding(model))
+    return Targets(
+        advantages=array,
+        proximal_logprobs=array if corrections.needs_proximal_forward(config.loss) else None,
+        reference_logprobs=array if config.loss.kl_coefficient else None,
+        values=array if critic else None,
+        returns=array if critic else None,
+    )
+
+
+def _init(optimizer: optax.GradientTransformation, params: Params, abstract: Params, model: Model) -> Any:
+    return jax.jit(optimizer.init, out_shardings=_opt_shardings(optimizer, abstract, model))(params)
+
+
+def _abstract_opt_state(optimizer: optax.GradientTransformation, params: Params, model: Model) -> Any:
+    return jax.tree.map(_abstract, jax.eval_shape(optimizer.init, params), _opt_shardings(optimizer, params, model))
+
+
+def _opt_shardings(optimizer: optax.GradientTransformation, params: Params, model: Model) -> Any:
     """Shardings of the optimizer state: moments like their parameters, counters replicated."""
-    abstract = jax.eval_shape(optimizer.init, model.abstract_params)
     return optax.tree_map_params(
         optimizer,
         lambda _, param: param.sharding,
-        abstract,
-        model.abstract_params,
+        jax.eval_shape(optimizer.init, params),
+        params,
         transform_non_params=lambda _: sharding.replicated(model.mesh),
     )
 

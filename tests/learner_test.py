@@ -1,0 +1,244 @@
+"""A training step as a whole: what runs before it, who is counted, penalties, the critic."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.learner import Learner
+from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.types import UserError
+from configs import default
+from tests.helpers import TINY, tiny_model, trajectory
+
+SAMPLES = 24
+VERSION = 3
+
+
+MODEL = tiny_model(dataclasses.replace(TINY, layers=1))
+
+
+@functools.cache
+def on_host(seed):
+    return jax.device_get(MODEL.init_params(seed))
+
+
+def fresh(seed):
+    """Parameters of its own for every caller: a step takes those it is given."""
+    return jax.device_put(on_host(seed), jax.tree.map(lambda x: x.sharding, MODEL.abstract_params))
+
+
+def learner(**changes):
+    return compiled(tuple(sorted(changes.items())))
+
+
+@functools.cache
+def compiled(changes):
+    c = default.get_config()
+    c.rollout.update({"max_prompt_length": 4, "max_response_length": 12, "group_size": 4})
+    c.trainer.update({"batch_prompts": 6, "row_length": 32, "micro_batch_rows": 4, "minibatches": 1})
+    c.update_from_flattened_dict(dict(changes))
+    return Learner(c, MODEL)
+
+
+def batch(version=VERSION, rewards=None, seed=0, **changes):
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(SAMPLES):
+        t = trajectory(i, 2 + i % 3, 3 + i % 7, rng, **changes)
+        stamped = np.where(t.policy_versions >= 0, version, -1).astype(np.int32)
+        reward = t.reward if rewards is None else float(rewards[i])
+        b = np.where(stamped >= 0, -2.8 + 0.1 * rng.standard_normal(len(stamped)), 0).astype(np.float32)
+        made.append(dataclasses.replace(t, policy_versions=stamped, reward=reward, behaviour_logprobs=b))
+    return made
+
+
+def counted_forwards(made: Learner, samples):
+    calls = []
+    made = copy.copy(made)
+    real = made.programs.before
+
+    def before(state, packed):
+        calls.append(packed)
+        return real(state, packed)
+
+    made.programs = made.programs._replace(before=before)
+    made.step(made.init_state(fresh(0)), samples, VERSION)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "forwards"),
+    [
+        ({}, VERSION, 0),  # on policy, one minibatch: p could not differ from b
+        ({}, VERSION - 1, 1),
+        ({"trainer.minibatches": 3}, VERSION, 3),  # one for each minibatch: once for the batch
+        ({"trainer.minibatches": 3}, VERSION - 1, 3),
+        ({"loss.name": "ppo", "trainer.minibatches": 3}, VERSION - 1, 0),
+        ({"loss.proximal": "loglinear"}, VERSION - 1, 0),
+        ({"loss.proximal": "loglinear", "loss.proximal_check": True}, VERSION - 1, 1),
+        ({"loss.name": "reinforce"}, VERSION - 1, 0),
+        ({"loss.name": "reinforce", "loss.importance_weight": "clamp"}, VERSION - 1, 1),
+        ({"critic.kind": "head", "advantage.name": "gae", "loss.name": "ppo"}, VERSION, 1),
+    ],
+)
+def test_the_policy_before_the_step_is_run_only_when_something_reads_it(changes, version, forwards):
+    assert counted_forwards(learner(**changes), batch(version)) == forwards
+
+
+def test_on_policy_the_skipped_forward_changes_next_to_nothing():
+    """With b as the policy itself recorded it, p = b and p recomputed are one up to rounding."""
+    made = learner()
+    state = made.init_state(fresh(0))
+    samples = batch()
+    part = made._pack(samples, VERSION)
+    drawn = made.programs.before(state, part[0].batch).logprobs
+    recorded = Learner._gather([drawn], part)
+    samples = [
+        dataclasses.replace(t, behaviour_logprobs=np.where(t.policy_versions >= 0, b, 0).astype(np.float32))
+        for t, b in zip(samples, recorded, strict=True)
+    ]
+    params = jax.device_get(state.params)
+    skipped, metrics = made.step(state, samples, VERSION)
+    older = [dataclasses.replace(t, policy_versions=np.minimum(t.policy_versions, VERSION - 1)) for t in samples]
+    state = made.init_state(jax.device_put(params))
+    recomputed, _ = made.step(state, older, VERSION)
+    assert metrics["importance/w_max"] == 1.0
+    for a, b in zip(jax.tree.leaves(skipped.params), jax.tree.leaves(recomputed.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_every_contracted_metric_is_there():
+    m = step_metrics(learner(), batch(VERSION - 2))
+    for name in (
+        "behaviour_kl/k1", "behaviour_kl/k3", "importance/w_mean", "importance/w_p99", "importance/r_p1",
+        "importance/r_min", "importance/above_cap_fraction", "importance/log_ratio_clamped_fraction",
+        "importance/ess_token", "importance/ess_sequence", "clip/low_fraction", "clip/high_fraction",
+        "clip/dual_fraction", "clip/effective_epsilon_mean", "clip/effective_epsilon_min",
+        "clip/zero_gradient_fraction", "policy/entropy", "optimizer/grad_norm", "optimizer/learning_rate",
+        "advantage/mean", "advantage/std", "advantage/positive_fraction", "behaviour_kl/k1/d2",
+    ):  # fmt: skip
+        assert np.isfinite(m[name]), name
+    plain = step_metrics(learner(**{"trainer.diagnostics": False}), batch(VERSION - 2))
+    assert "policy/entropy" not in plain
+    assert plain["loss/total"] == pytest.approx(m["loss/total"], rel=1e-5)
+
+
+def step_metrics(made, samples, reference=None):
+    return made.step(made.init_state(fresh(0)), samples, VERSION, reference)[1]
+
+
+def test_zero_variance_groups_leave_the_denominator_when_dropped():
+    rewards = np.tile([1, 0, 1, 0], 6)
+    rewards[:8] = 1  # two of six groups all right
+    kept = step_metrics(learner(), batch(rewards=rewards))
+    dropped = step_metrics(learner(**{"rollout.zero_variance_groups": "drop"}), batch(rewards=rewards))
+    tokens = [int(t.loss_mask.sum()) for t in batch(rewards=rewards)]
+    assert kept["tokens/trained"] == sum(tokens)
+    assert dropped["tokens/trained"] == sum(tokens[8:])
+    ratio = sum(tokens) / sum(tokens[8:])
+    assert dropped["optimizer/grad_norm"] == pytest.approx(kept["optimizer/grad_norm"] * ratio, rel=1e-4)
+
+
+def test_a_step_with_nothing_to_learn_from_changes_no_bit():
+    made = learner(**{"rollout.zero_variance_groups": "drop", "trainer.minibatches": 2})
+    state = made.init_state(fresh(0))
+    before = jax.device_get(state)
+    after, metrics = made.step(state, batch(rewards=np.ones(SAMPLES)), VERSION)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    assert metrics["tokens/trained"] == 0
+    assert all(np.isfinite(v) for v in metrics.values())
+
+
+def test_truncated_samples_inform_their_group_and_nothing_else():
+    samples = batch(rewards=np.tile([1, 0, 0, 0], 6))
+    samples = [dataclasses.replace(t, finish_reason="length") if t.reward else t for t in samples]
+    m = step_metrics(learner(**{"reward.truncated": "mask"}), samples)
+    assert m["tokens/trained"] == sum(t.loss_mask.sum() for t in samples if not t.reward)
+    assert m["advantage/mean"] < 0  # of those that are left, against a baseline with the others in it
+
+
+def test_a_kl_in_the_reward_and_in_the_loss():
+    samples = batch(VERSION - 1)
+    reference = fresh(7)
+    plain = step_metrics(learner(), samples)
+    for key in ("reward.kl_coefficient", "loss.kl_coefficient"):
+        made = learner(**{key: 0.5})
+        assert made.uses_reference
+        with pytest.raises(ValueError, match="reference"):
+            step_metrics(made, samples)
+        m = step_metrics(made, samples, reference)
+        assert m["optimizer/grad_norm"] != pytest.approx(plain["optimizer/grad_norm"], rel=1e-3)
+    assert m["loss/reference_kl"] > 0
+    own = step_metrics(learner(**{"loss.kl_coefficient": 0.5}), samples, fresh(0))
+    assert own["loss/reference_kl"] == pytest.approx(0, abs=1e-6)  # to the policy itself
+    assert own["optimizer/grad_norm"] == pytest.approx(plain["optimizer/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_the_critic_learns_what_the_returns_are(kind):
+    """The reward is told by the first prompt token: explained variance must come to be high."""
+    made = learner(
+        **{"critic.kind": kind, "advantage.name": "gae", "critic.learning_rate": 1e-2, "critic.clip": 0.0,
+           "loss.name": "ppo", "optimizer.learning_rate": 1e-3}
+    )  # fmt: skip
+    samples = [
+        dataclasses.replace(t, tokens=np.concatenate([[3 + int(t.reward)], t.tokens[1:]]).astype(np.int32))
+        for t in batch()
+    ]
+    state = made.init_state(fresh(0))
+    history = []
+    for _ in range(60):
+        state, metrics = made.step(state, samples, VERSION)
+        history.append(metrics)
+    assert history[0]["value/mean"] == 0  # the head starts at zero: the first advantages are the rewards
+    assert history[0]["loss/value"] == pytest.approx(
+        np.average([t.reward**2 / 2 for t in samples], weights=[t.loss_mask.sum() for t in samples])
+    )
+    assert history[-1]["value/explained_variance"] > 0.5
+    assert history[-1]["loss/value"] < 0.4 * history[0]["loss/value"]
+
+
+def test_a_network_of_its_own_leaves_the_policy_alone():
+    """The first step's advantages are the rewards (values 0): the policy moves as it does beside a head that cannot
+    push it."""
+    found = []
+    for kind, coefficient in (("network", 0.5), ("head", 0.0), ("head", 0.5)):
+        options = {"critic.kind": kind, "advantage.name": "gae", "critic.coefficient": coefficient}
+        made = learner(**options, **{"trainer.diagnostics": False})
+        state, _ = made.step(made.init_state(fresh(0)), batch(), VERSION)
+        found.append(jax.device_get(state.params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found[0], found[1])
+    # a head of zeros sends nothing back in the first step either
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found[1], found[2])
+
+
+def test_a_checkpoint_keeps_the_critic_and_the_reference(tmp_path):
+    made = learner(**{"critic.kind": "network", "advantage.name": "gae"})
+    state, _ = made.step(made.init_state(fresh(0)), batch(), VERSION)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, {})
+    restored, _ = checkpoints.restore(1, made.init_state(fresh(5)))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    kept = checkpoints.save_reference(state.params)
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_reference(made.model.abstract_params), kept)
+    assert checkpoints.versions() == [1]
+
+
+def test_the_step_shrinks_with_the_effective_sample_size():
+    changes = {"optimizer.scale_by_ess": True, "loss.name": "ppo"}
+    rng = np.random.default_rng(0)
+    uneven = batch()
+    for t in uneven:
+        t.behaviour_logprobs[t.prompt_length :] += rng.normal()
+    assert 0 < step_metrics(learner(**changes), uneven)["optimizer/step_scale_min"] < 0.7
+
+
+def test_a_loss_that_is_not_finite_is_refused():
+    samples = batch()
+    samples[0].behaviour_logprobs[-1] = np.nan
+    with pytest.raises(UserError, match="the loss is nan"):
+        step_metrics(learner(), samples)
