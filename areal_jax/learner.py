@@ -30,8 +30,10 @@ from areal_jax.types import Params, Targets, TrainBatch, Trajectory, UserError
 class _Part:
     """One minibatch on its way through a step."""
 
+    packed: TrainBatch
+    """On the host,"""
     batch: TrainBatch
-    """On the mesh."""
+    """and on the mesh."""
     layout: Layout
     members: np.ndarray
     """Which trajectories of the batch, in the order of the layout."""
@@ -122,7 +124,7 @@ class Learner:
             sums.append(_checked(jax.device_get(found), version))
         metrics = self._metrics(sums, version) | diagnostics.advantage_metrics(advantages, outcomes.masks)
         metrics["reward/shaped_mean"] = float(outcomes.rewards.mean())
-        metrics["packing/efficiency"] = packing.efficiency([p.batch for p in parts])
+        metrics["packing/efficiency"] = packing.efficiency([p.packed for p in parts])
         if returns is not None and outcomes.values is not None:
             metrics |= diagnostics.value_metrics(outcomes.values, returns, outcomes.masks)
         return state, metrics
@@ -133,7 +135,7 @@ class Learner:
         parts = []
         for members in np.array_split(order, self._minibatches):
             packed, layout = packing.pack([batch[i] for i in members], self._packer, self._micro_batches)
-            parts.append(_Part(train_step.place(packed, self.model), layout, members))
+            parts.append(_Part(packed, train_step.place(packed, self.model), layout, members))
         return parts
 
     def _forwards(
@@ -193,7 +195,7 @@ class Learner:
             return metrics
         total = sums[0]
         for other in sums[1:]:
-            total = {k: np.asarray(v) for k, v in diagnostics.combine(total, other).items()}
+            total = diagnostics.combine(total, other, np)
         metrics["tokens/trained"] = float(total["counted"])
         metrics["loss/total"] = float(total["objective"]) / max(float(total["denominator"]), 1.0)
         metrics["optimizer/grad_norm"] = float(total["max_grad_norm"])

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from areal_jax import build, sharding
 from areal_jax.launch.processes import MEMORY_SHARE
+from areal_jax.models.critic import build_critic
 from areal_jax.models.transformer import QUERY_BLOCK, Model, TransformerConfig
 from areal_jax.types import UserError
 
@@ -148,6 +149,12 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]),
         "logits of a micro-batch": rows * row * model.config.vocab_size * LOGIT_BYTES // shape["tensor"],
     }
+    if config.loss.kl_coefficient or config.reward.kl_coefficient:
+        items["reference's parameters (float32)"] = state
+    critic = build_critic(model, config.critic.kind)
+    if critic is not None and critic.backbone is not None:
+        items["critic: parameters, optimizer, gradients"] = 5 * _state_bytes(critic.backbone)
+        items["critic: activations of a micro-batch"] = items["activations of a micro-batch"]
     return RolePlan("trainer", devices, shape, model.parameter_count(), items)
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -109,7 +110,7 @@ def test_colocated_runs_twice_bit_identical(tmp_path, cache):
         assert done.returncode == 0, done.stderr
         assert "Three held-out problems" in done.stdout
         check_outputs(tmp_path / name)
-        timed = ("seconds", "throughput/", "busy/")
+        timed = ("seconds", "throughput/", "busy/", "staleness/queue_age_seconds")
         records = [
             {k: v for k, v in r.items() if not k.startswith(timed)}
             for r in read_metrics(tmp_path / name)
@@ -239,6 +240,31 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path, cache):
     assert steps_seen == list(range(1, 61))
     ledger = summary_of(tmp_path / "run")["ledger"]
     assert ledger["trained"] == 16 * 60
+
+
+def test_a_killed_run_with_a_critic_and_a_reference_goes_on(tmp_path, cache):
+    """A reference taken anew from the checkpoint would be the policy itself: the KL to it would begin at 0 again."""
+    options = (
+        "--config.trainer.steps=60", "--config.critic.kind=network", "--config.advantage.name=gae",
+        "--config.loss.name=ppo", "--config.loss.kl_coefficient=0.01", "--config.optimizer.scale_by_ess=True",
+        "--config.optimizer.learning_rate=1e-3", "--config.rollout.zero_variance_groups=refill",
+    )  # fmt: skip
+    with running(tmp_path / "run", cache, *options) as process:
+        assert wait_until(lambda: newest_version(tmp_path / "run") >= 12)
+        process.kill()
+        process.wait()
+        assert wait_until(lambda: not processes_of(tmp_path / "run"), 10)
+    done = run_small(tmp_path / "run", cache, *options, "--config.evaluation.every_steps=0")
+    assert done.returncode == 0, done.stderr
+    resumed = int(re.search(r"resuming after step (\d+)", done.stdout)[1])
+    assert resumed >= 10
+    steps = {r["version"]: r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"}
+    kl = [steps[v]["loss/reference_kl"] for v in range(1, 61)]
+    assert kl[0] < 1e-6
+    assert kl[resumed] > max(10 * kl[0], kl[resumed - 1] / 2)
+    assert steps[60]["optimizer/step_scale_min"] <= 1
+    assert steps[60]["value/explained_variance"] <= 1
+    assert summary_of(tmp_path / "run")["ledger"]["trained"] == 16 * 60
 
 
 def test_a_workdir_of_another_run_and_a_finished_one_are_refused(tmp_path, cache):

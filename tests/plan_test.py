@@ -130,6 +130,20 @@ def test_activations_are_near_what_xla_reserves(rows, length):
     assert 0.8 * reserved < estimate < 2 * reserved, (estimate, reserved)
 
 
+def test_a_critic_and_a_reference_are_counted():
+    config = default.get_config()
+    plain = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB))[0]
+    config.loss.kl_coefficient = 0.1
+    config.critic.kind, config.advantage.name = "network", "gae"
+    more = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB))[0]
+    state = plain.items["parameters (float32)"]
+    added = {k: v for k, v in more.items.items() if k not in plain.items}
+    assert added["reference's parameters (float32)"] == state
+    head = 4 * config.model.d_model * build.find_model(config)[1].vocab_size
+    assert added["critic: parameters, optimizer, gradients"] == 5 * (state - head)
+    assert more.total == plain.total + sum(added.values())
+
+
 def test_rematerialisation_and_blocks_lower_the_estimate():
     config = TransformerConfig(vocab_size=3000, layers=24, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=2048)
     sizes = {

@@ -146,14 +146,14 @@ def quantile(histogram: np.ndarray, q: float) -> float:
     return float(np.exp(KNEE * np.sinh(place * np.arcsinh(LOG_RATIO_BOUND / KNEE))))
 
 
-def combine(a: Sums, b: Sums) -> Sums:
-    """Sums of two micro-batches or minibatches together; works on device and on the host."""
+def combine(a: Sums, b: Sums, xp: Any = jnp) -> Sums:
+    """Sums of two micro-batches together; on the host, of minibatches, with xp = numpy."""
     joined = {}
     for key, value in a.items():
         if key.startswith("max_"):
-            joined[key] = jnp.maximum(value, b[key])
+            joined[key] = xp.maximum(value, b[key])
         elif key.startswith("min_"):
-            joined[key] = jnp.minimum(value, b[key])
+            joined[key] = xp.minimum(value, b[key])
         else:
             joined[key] = value + b[key]
     return joined
