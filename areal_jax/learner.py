@@ -21,6 +21,7 @@ from areal_jax.objective import loss_config
 from areal_jax.rl import advantages as advantages_lib
 from areal_jax.rl import diagnostics, rewards
 from areal_jax.rl.advantages import AdvantageConfig, Outcomes, Ragged
+from areal_jax.rl.losses import anchor
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.types import Params, Targets, TrainBatch, Trajectory, UserError
@@ -141,10 +142,11 @@ class Learner:
     def _forwards(
         self, state: train_step.TrainState, parts: Sequence[_Part], batch: Sequence[Trajectory], version: int
     ) -> list[train_step.Before]:
-        """What the step holds fixed. Log-probs of a batch drawn wholly by the newest policy are those recorded: with
-        one minibatch there is nothing that they could differ from."""
+        """What the step holds fixed. Of a batch drawn wholly by the newest policy p is b but for rounding, and with one
+        minibatch a decoupled objective need not know more, since r = w rho. What weighs or rejects by w alone must."""
         needs_logprobs, needs_values = train_step.needs(self.config, self.critic)
-        on_policy = len(parts) == 1 and all(t.oldest_version() == version for t in batch)
+        around_proximal = anchor(self.loss) == "proximal" and self.loss.importance_weight != "mask"
+        on_policy = len(parts) == 1 and around_proximal and all(t.oldest_version() == version for t in batch)
         recorded = parts[0].batch.behaviour_logprobs if needs_logprobs and on_policy else None
         if not needs_values and (recorded is not None or not needs_logprobs):
             return [train_step.Before(recorded, None) for _ in parts]
@@ -191,13 +193,14 @@ class Learner:
 
     def _metrics(self, sums: Sequence[dict[str, Any]], version: int) -> dict[str, float]:
         metrics = {"optimizer/learning_rate": self.learning_rate(version), "tokens/trained": 0.0}
+        metrics["optimizer/grad_norm"] = 0.0
         if not sums:
             return metrics
         total = sums[0]
         for other in sums[1:]:
             total = diagnostics.combine(total, other, np)
         metrics["tokens/trained"] = float(total["counted"])
-        metrics["loss/total"] = float(total["objective"]) / max(float(total["denominator"]), 1.0)
+        metrics["loss/total"] = float(np.mean([s["objective"] / s["denominator"] for s in sums]))
         metrics["optimizer/grad_norm"] = float(total["max_grad_norm"])
         if self.config.scale_by_ess:
             metrics["optimizer/step_scale_min"] = float(total["min_step_scale"])
@@ -227,5 +230,11 @@ def _checked(sums: dict[str, Any], version: int) -> dict[str, Any]:
         raise UserError(
             f"step {version + 1}: the loss is {loss} and the gradient norm {norm}; the parameters are lost. Lower "
             "optimizer.learning_rate, or optimizer.max_grad_norm, and start from the last checkpoint"
+        )
+    value, norm = float(sums.get("value_loss", 0.0)), float(sums.get("max_critic_grad_norm", 0.0))
+    if not np.isfinite(value) or not np.isfinite(norm):
+        raise UserError(
+            f"step {version + 1}: the critic's loss is {value} and its gradient norm {norm}; its parameters are lost. "
+            "Lower critic.learning_rate and start from the last checkpoint"
         )
     return sums

@@ -10,7 +10,6 @@ from areal_jax.rl.losses import LOSSES, LossConfig, anchor, reads_proximal, reso
 from areal_jax.types import UserError
 
 GROUP_ESTIMATORS = ("group_norm", "dr_grpo", "rloo")
-CLIPPED = ("ppo", "decoupled_ppo", "staleness_ppo")
 
 
 def loss_config(config: ml_collections.ConfigDict) -> LossConfig:
@@ -39,6 +38,12 @@ def warnings(config: ml_collections.ConfigDict) -> list[str]:
             f"rollout.max_staleness is {eta:g} and loss.importance_weight 'none': {loss.name} bounds its steps around "
             "the proximal policy and leaves uncorrected that an older one drew the tokens"
         )
+    estimator, groups = config.advantage.name, config.rollout.zero_variance_groups
+    if groups != "keep" and estimator not in GROUP_ESTIMATORS and not config.advantage.group_baseline:
+        found.append(
+            f"rollout.zero_variance_groups is {groups!r} and advantage.name {estimator!r}: to this estimator a group "
+            "that is all right or all wrong has a signal, and it is thrown away"
+        )
     return found
 
 
@@ -49,7 +54,7 @@ def _conditions(config: ml_collections.ConfigDict) -> list[tuple[bool, str]]:
     alone = rollout.group_size == 1
     return [
         (
-            loss.proximal in ("auto", "behaviour") or reads_proximal(resolved),
+            loss.proximal == "auto" or reads_proximal(resolved),
             f"loss.proximal is {loss.proximal!r} and loss.name {loss.name!r} with loss.importance_weight "
             f"{loss.importance_weight!r} reads no proximal log-probs: leave loss.proximal at 'auto', or use a "
             "decoupled objective",
@@ -59,6 +64,11 @@ def _conditions(config: ml_collections.ConfigDict) -> list[tuple[bool, str]]:
             f"loss.importance_weight is {loss.importance_weight!r} and loss.name {loss.name!r} is already in terms of "
             "the ratio to the behaviour policy: the weight would count the same difference twice; use a decoupled "
             "objective or reinforce",
+        ),
+        (
+            loss.proximal != "behaviour" or loss.importance_weight not in ("clamp", "mask"),
+            f"loss.proximal is 'behaviour' and loss.importance_weight {loss.importance_weight!r}: the weight of a "
+            "proximal policy that is the behaviour's is 1, it would correct nothing; use 'recompute' or 'loglinear'",
         ),
         (
             not loss.proximal_check or (resolved.proximal == "loglinear" and reads_proximal(resolved)),
@@ -99,6 +109,17 @@ def _conditions(config: ml_collections.ConfigDict) -> list[tuple[bool, str]]:
             "one has no variance, so that nothing would be left; raise group_size or set 'keep'",
         ),
         (
+            not (reward.shuffle and rollout.zero_variance_groups != "keep"),
+            f"reward.shuffle is True and rollout.zero_variance_groups {rollout.zero_variance_groups!r}: the choice of "
+            "groups would still follow the true rewards, and the control would be none; set 'keep'",
+        ),
+        (
+            not (reward.kl_coefficient and estimator == "group_norm"),
+            f"reward.kl_coefficient is {reward.kl_coefficient} and advantage.name 'group_norm': in a group whose "
+            "rewards are all the same it would blow the KL's noise up to full size; set loss.kl_coefficient instead, "
+            "or use 'dr_grpo' or 'rloo', which do not divide by the deviation",
+        ),
+        (
             reward.overlong_buffer <= rollout.max_response_length,
             f"reward.overlong_buffer is {reward.overlong_buffer} tokens and rollout.max_response_length "
             f"{rollout.max_response_length}: the buffer lies before that limit; make it smaller",
@@ -109,18 +130,13 @@ def _conditions(config: ml_collections.ConfigDict) -> list[tuple[bool, str]]:
 ReadWhen = tuple[Callable[[ml_collections.ConfigDict], bool], str]
 
 
-def _objectives(*names: str) -> ReadWhen:
-    return (lambda c: c.loss.name in names, "with loss.name " + " or ".join(repr(n) for n in names))
+def _by_objectives(key: str) -> ReadWhen:
+    readers = " or ".join(repr(name) for name, o in LOSSES.items() if key in o.reads)
+    return (lambda c: key in LOSSES[c.loss.name].reads, f"with loss.name {readers}")
 
 
 READ_WHEN: dict[str, ReadWhen] = {
-    **{f"loss.{key}": _objectives(*CLIPPED) for key in ("clip_low", "clip_high")},
-    **{f"loss.staleness_{key}": _objectives("staleness_ppo") for key in ("base", "scope", "decay", "floor")},
-    **{f"loss.gspo_clip_{key}": _objectives("gspo") for key in ("low", "high")},
-    **{f"loss.cispo_{key}": _objectives("cispo") for key in ("low", "high")},
-    **{f"loss.sapo_{key}": _objectives("sapo") for key in ("positive", "negative")},
-    "loss.m2po_threshold": _objectives("m2po"),
-    **{f"loss.dppo_{key}": _objectives("dppo") for key in ("threshold", "penalty")},
+    **{f"loss.{key}": _by_objectives(key) for o in LOSSES.values() for key in o.reads},
     **{
         f"loss.importance_{key}": (
             lambda c: loss_config(c).importance_weight != "none",

@@ -119,6 +119,7 @@ class Recorder:
         first, last = evaluations[0], evaluations[-1]
         stats = list(self._stats.values())
         tokens = np.array([r["tokens/trained"] for r in steps])
+        weights = tokens if tokens.any() else None  # a run may have had nothing to train on
         summary: dict[str, Any] = {
             "heldout_before": first["heldout/sampled_accuracy"],
             "heldout_after": last["heldout/sampled_accuracy"],
@@ -140,7 +141,7 @@ class Recorder:
             "trainer_busy": 1.0 - self._waited_total / self._seconds,
             "sampler_busy": float(np.mean([s.busy_seconds / s.wall_seconds for s in stats])),
             "swap_seconds_mean": sum(s.swap_seconds for s in stats) / max(1, sum(s.swaps for s in stats)),
-            "staleness_mean": float(np.average([r["staleness/token_mean"] for r in steps], weights=tokens)),
+            "staleness_mean": float(np.average([r["staleness/token_mean"] for r in steps], weights=weights)),
             "staleness_max": max(r["staleness/token_max"] for r in steps),
             "ledger": self._coordinator.counts(),
             "compiles_after_warmup": compiles_after_warmup + sum(s.compiles_after_warmup for s in stats),

@@ -59,9 +59,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     else:
         clear_metrics(workdir)
     metrics = MetricsFile(workdir)
-    emit = fan_out([metrics.write, emit])
+    show, emit = emit, fan_out([metrics.write, emit])
     for text in objective.warnings(config):
-        emit({"kind": "warning", "text": text})
+        (show if saved else emit)({"kind": "warning", "text": text})  # a resumed run has them in its metrics
     reference = None
     if saved:
         version = saved[-1]

@@ -1,5 +1,7 @@
 """Log-probs and measurements, by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from areal_jax.rl.logprobs import token_logprobs, token_values
 from areal_jax.rl.losses import LossConfig, resolve
 from tests.helpers import trajectory
 from tests.losses_test import MIXED, inputs, run
+
+e = np.exp
 
 
 def test_token_logprobs_by_hand():
@@ -54,6 +58,7 @@ def test_a_mixed_version_sequence_over_all_tokens_and_by_staleness():
         "importance/above_cap_fraction": 1 / 5,
         "importance/ess_token": w.sum() ** 2 / (5 * (w**2).sum()),
         "importance/ess_sequence": 1.0,
+        "importance/ess_token/d1": (e(-0.3) + e(0.6)) ** 2 / (2 * (e(-0.6) + e(1.2))),
         "behaviour_kl/k1": -0.9 / 5,
         "behaviour_kl/k3": (r - 1 - np.log(r)).mean(),
         "behaviour_kl/proximal_k1": -0.7 / 5,
@@ -77,6 +82,18 @@ def test_a_mixed_version_sequence_over_all_tokens_and_by_staleness():
     }.items():
         assert m[name] == pytest.approx(expected, rel=1e-5, abs=1e-7), name
     assert not any("d3-4" in name for name in m)
+
+
+def test_without_a_proximal_policy_the_effective_sample_is_that_of_r():
+    m = metrics(inputs(**MIXED), resolve(LossConfig("ppo")))
+    r = e([0.5, 0, 0, 0.4, 0])
+    assert m["importance/ess_token"] == pytest.approx(r.sum() ** 2 / (5 * (r**2).sum()), rel=1e-5)
+
+
+def test_quantiles_of_equal_ratios_are_these():
+    x = inputs()
+    m = metrics(x._replace(behaviour_logprobs=x.logprobs), resolve(LossConfig("ppo")))
+    assert m["importance/r_p1"] == m["importance/r_p99"] == m["importance/r_max"] == 1.0
 
 
 def test_every_age_has_its_bucket():
@@ -148,7 +165,7 @@ def test_sums_of_parts_are_the_sums_of_the_whole():
     whole = sums(jnp.ones((1, 7)))
     joined = diagnostics.combine(diagnostics.combine(diagnostics.empty(whole), sums(first)), sums(1 - first))
     for key in whole:
-        if not key.startswith("sequence"):  # here one sequence is cut in two, which packing never does
+        if not key.startswith("sample"):  # here one sequence is cut in two, which packing never does
             np.testing.assert_allclose(joined[key], whole[key], rtol=1e-6, err_msg=key)
 
 
@@ -165,6 +182,14 @@ def test_staleness_metrics_by_hand():
     assert m["staleness/versions_per_sequence"] == 2.0
     with pytest.raises(ValueError, match="newer than the trainer"):
         diagnostics.staleness_metrics([mixed], version=4)
+    halved = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 1, 1], np.float32))
+    m = diagnostics.staleness_metrics([halved, fresh], version=5)
+    assert (m["staleness/token_max"], m["staleness/hist"]) == (1, [2, 1])
+    nothing = dataclasses.replace(mixed, loss_mask=np.zeros(5, np.float32))
+    m = diagnostics.staleness_metrics([nothing], version=5)
+    assert m["staleness/token_mean"] == m["staleness/sequence_max"] == 0
+    with pytest.raises(ValueError, match="newer than the trainer"):
+        diagnostics.staleness_metrics([nothing], version=4)
 
 
 def test_batch_metrics_by_hand():
@@ -195,4 +220,8 @@ def test_advantage_and_value_metrics_by_hand():
     assert diagnostics.value_metrics(values, returns, masks)["value/explained_variance"] == pytest.approx(1 - residual)
     constant = [np.ones(3), np.ones(2)]
     assert diagnostics.value_metrics(values, constant, masks)["value/explained_variance"] == 0.0
+    v = np.random.default_rng(0).standard_normal(200).astype(np.float32)
+    residue = (np.float32(0.7) - v) + v  # constant but for rounding
+    assert np.ptp(residue) > 0
+    assert diagnostics.value_metrics([v], [residue], [np.ones(200)])["value/explained_variance"] == 0.0
     assert diagnostics.advantage_metrics(advantages, [m * 0 for m in masks]) == {}

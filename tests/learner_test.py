@@ -3,16 +3,21 @@
 import copy
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.learner import Learner
+from areal_jax.rl import diagnostics
+from areal_jax.rl.advantages import AdvantageConfig, estimate, group_norm
+from areal_jax.rollout.groups import Intake
+from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
-from areal_jax.types import UserError
+from areal_jax.types import Targets, UserError
 from configs import default
-from tests.helpers import TINY, tiny_model, trajectory
+from tests.helpers import ROOT, TINY, tiny_model, trajectory
 
 SAMPLES = 24
 VERSION = 3
@@ -82,6 +87,9 @@ def counted_forwards(made: Learner, samples):
         ({"loss.proximal": "loglinear", "loss.proximal_check": True}, VERSION - 1, 1),
         ({"loss.name": "reinforce"}, VERSION - 1, 0),
         ({"loss.name": "reinforce", "loss.importance_weight": "clamp"}, VERSION - 1, 1),
+        # what weighs or rejects by w alone needs to know it, also where the tokens are new
+        ({"loss.name": "reinforce", "loss.importance_weight": "clamp"}, VERSION, 1),
+        ({"loss.importance_weight": "mask"}, VERSION, 1),
         ({"critic.kind": "head", "advantage.name": "gae", "loss.name": "ppo"}, VERSION, 1),
     ],
 )
@@ -111,17 +119,137 @@ def test_on_policy_the_skipped_forward_changes_next_to_nothing():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_every_contracted_metric_is_there():
+def moved(made, samples, reference=None, version=VERSION):
+    """(change of the policy's parameters in one step, metrics), the parameters as one vector."""
+    after, metrics = made.step(made.init_state(fresh(0)), samples, version, reference)
+    pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(on_host(0)), strict=True)
+    return np.concatenate([(np.asarray(a) - b).ravel() for a, b in pairs]), metrics
+
+
+def test_the_proximal_policy_is_that_before_the_first_minibatch():
+    """Two updates by hand, p from the parameters before both: the Learner's step comes to the same."""
+    options = {"trainer.minibatches": 2, "optimizer.learning_rate": 1e-2}
+    made, samples = learner(**options), batch(VERSION - 1)
+    state = made.init_state(fresh(0))
+    parts = made._pack(samples, VERSION)
+    proximal = [jax.device_get(made.programs.before(state, p.batch).logprobs) for p in parts]
+    outcomes = made._outcomes(samples, VERSION, parts, [None, None], [None, None])
+    advantages = group_norm(outcomes.rewards, outcomes.group_ids)
+    one = train_step.scalar(made.learning_rate(VERSION), np.float32, MODEL)
+    for part, p in zip(parts, proximal, strict=True):
+        a = part.layout.spread([advantages[i] * samples[i].loss_mask for i in part.members])
+        targets = train_step.place_targets(Targets(a, p), MODEL)
+        version = train_step.scalar(VERSION, np.int32, MODEL)
+        state, _ = made.programs.update(state, part.batch, targets, version, train_step.Rates(one, one))
+    after, _ = made.step(made.init_state(fresh(0)), samples, VERSION)
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_the_effective_sample_size_scales_what_is_done():
+    uneven = batch()
+    rng = np.random.default_rng(0)
+    for t in uneven:
+        t.behaviour_logprobs[t.prompt_length :] += rng.normal()
+    plain, _ = moved(learner(**{"loss.name": "ppo"}), uneven)
+    scaled, metrics = moved(learner(**{"loss.name": "ppo", "optimizer.scale_by_ess": True}), uneven)
+    assert 0 < metrics["optimizer/step_scale_min"] < 0.7
+    np.testing.assert_allclose(scaled, plain * metrics["optimizer/step_scale_min"], atol=2e-7)
+    assert metrics["optimizer/step_scale_min"] == pytest.approx(np.sqrt(metrics["importance/ess_sequence"]), rel=1e-5)
+
+
+def test_the_critics_loss_is_a_mean_over_tokens_under_every_aggregation():
+    changes = {}
+    for how in ("token_mean", "seq_mean_token_sum", "constant"):
+        made = learner(
+            **{"critic.kind": "head", "advantage.name": "gae", "loss.name": "ppo", "loss.aggregation": how,
+               "optimizer.max_grad_norm": 1e9, "trainer.diagnostics": False}
+        )  # fmt: skip
+        state = made.init_state(fresh(0))
+        changes[how] = made.step(state, batch(), VERSION)[1]["optimizer/critic_grad_norm"]
+    assert changes["seq_mean_token_sum"] == pytest.approx(changes["token_mean"], rel=1e-4)
+    assert changes["constant"] == pytest.approx(changes["token_mean"], rel=1e-4)
+
+
+def test_the_critic_is_fitted_to_returns_that_are_not_whitened():
+    """At the first step the values are 0: with gamma = lambda = 1 each token's return is the reward."""
+    options = {"critic.kind": "head", "advantage.name": "gae", "loss.name": "ppo"}
+    seen = {}
+    for whiten in (False, True):
+        made = copy.copy(learner(**options, **{"advantage.whiten": whiten}))
+        real = made.programs.update
+        made.programs = made.programs._replace(
+            update=lambda state, b, targets, *rest, w=whiten, real=real: (
+                seen.__setitem__(w, jax.device_get(targets)),
+                real(state, b, targets, *rest),
+            )[1]
+        )
+        made.step(made.init_state(fresh(0)), batch(), VERSION)
+    np.testing.assert_allclose(seen[True].returns, seen[False].returns)
+    assert set(np.unique(seen[True].returns)) == {0.0, 1.0}
+    counted = seen[True].advantages[seen[True].advantages != 0]
+    assert counted.mean() == pytest.approx(0, abs=1e-5)
+    assert counted.std() == pytest.approx(1, abs=1e-3)
+
+
+def test_a_kl_in_the_reward_lowers_what_strays_from_the_reference():
+    """All rewards equal, and a sampler surer of a sample than the reference is: that sample's advantage is negative."""
+    samples = batch(rewards=np.ones(SAMPLES))
+    samples[0] = dataclasses.replace(samples[0], behaviour_logprobs=samples[0].behaviour_logprobs * 0.1)
+    made = learner(**{"reward.kl_coefficient": 0.1, "advantage.name": "dr_grpo"})
+    parts = made._pack(samples, VERSION)
+    references = made._references(parts, fresh(7))
+    outcomes = made._outcomes(samples, VERSION, parts, [None], references)
+    reference = Learner._gather(references, parts)[0]
+    t = samples[0]
+    expected = -0.1 * (t.behaviour_logprobs - reference) * t.loss_mask
+    np.testing.assert_allclose(outcomes.token_rewards[0], expected, rtol=1e-5)
+    assert outcomes.token_rewards[0].sum() < 0
+    assert estimate(outcomes, AdvantageConfig("dr_grpo"))[0].min() < 0
+
+
+def documented_metrics():
+    """The names in the table of docs/algorithms.md, their braces expanded -> whether they are given by staleness."""
+
+    def expand(name):
+        match = re.search(r"\{([^{}]*)\}", name)
+        if not match:
+            return [name]
+        return [x for option in match[1].split(",") for x in expand(name.replace(match[0], option, 1))]
+
+    table = (ROOT / "docs" / "algorithms.md").read_text().split("## Diagnostics")[1]
+    found = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            found |= {x: cells[1] == "yes" for name in re.findall(r"`([^`]+)`", cells[0]) for x in expand(name)}
+    return found
+
+
+def test_the_documented_metrics_are_those_that_there_are():
+    reference = fresh(7)
+    given = Intake(1.0, "train", 0).metrics()
+    stale = batch(VERSION - 2)
+    rewards = np.array([t.reward for t in stale])
+    assert 0 < rewards.mean() < 1
+    given |= diagnostics.staleness_metrics(stale, VERSION) | diagnostics.batch_metrics(stale)
+    for changes in (
+        {"loss.kl_coefficient": 0.1, "optimizer.scale_by_ess": True},
+        {"critic.kind": "head", "advantage.name": "gae"},
+        {"loss.proximal": "loglinear", "loss.proximal_check": True},
+    ):
+        given |= step_metrics(learner(**changes), stale, reference)
+    buckets = {f"/{name}" for name in diagnostics.BUCKETS}
+    by_staleness = {name.removesuffix("/d2") for name in given if name.endswith("/d2")} - {"staleness/fraction"}
+    plain = {name for name in given if not any(name.endswith(b) for b in buckets)}
+    documented = documented_metrics()
+    elsewhere = {"tokens/trained", "packing/efficiency"}  # documented with the run's other metrics
+    assert plain - elsewhere == documented.keys()
+    assert by_staleness == {name for name, bucketed in documented.items() if bucketed}
+    assert all(np.isfinite(v).all() for v in given.values())
+
+
+def test_diagnostics_can_be_left_out():
     m = step_metrics(learner(), batch(VERSION - 2))
-    for name in (
-        "behaviour_kl/k1", "behaviour_kl/k3", "importance/w_mean", "importance/w_p99", "importance/r_p1",
-        "importance/r_min", "importance/above_cap_fraction", "importance/log_ratio_clamped_fraction",
-        "importance/ess_token", "importance/ess_sequence", "clip/low_fraction", "clip/high_fraction",
-        "clip/dual_fraction", "clip/effective_epsilon_mean", "clip/effective_epsilon_min",
-        "clip/zero_gradient_fraction", "policy/entropy", "optimizer/grad_norm", "optimizer/learning_rate",
-        "advantage/mean", "advantage/std", "advantage/positive_fraction", "behaviour_kl/k1/d2",
-    ):  # fmt: skip
-        assert np.isfinite(m[name]), name
     plain = step_metrics(learner(**{"trainer.diagnostics": False}), batch(VERSION - 2))
     assert "policy/entropy" not in plain
     assert plain["loss/total"] == pytest.approx(m["loss/total"], rel=1e-5)
@@ -166,7 +294,7 @@ def test_a_kl_in_the_reward_and_in_the_loss():
     reference = fresh(7)
     plain = step_metrics(learner(), samples)
     for key in ("reward.kl_coefficient", "loss.kl_coefficient"):
-        made = learner(**{key: 0.5})
+        made = learner(**{key: 0.5, "advantage.name": "dr_grpo"})
         assert made.uses_reference
         with pytest.raises(ValueError, match="reference"):
             step_metrics(made, samples)
@@ -226,15 +354,6 @@ def test_a_checkpoint_keeps_the_critic_and_the_reference(tmp_path):
     kept = checkpoints.save_reference(state.params)
     jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_reference(made.model.abstract_params), kept)
     assert checkpoints.versions() == [1]
-
-
-def test_the_step_shrinks_with_the_effective_sample_size():
-    changes = {"optimizer.scale_by_ess": True, "loss.name": "ppo"}
-    rng = np.random.default_rng(0)
-    uneven = batch()
-    for t in uneven:
-        t.behaviour_logprobs[t.prompt_length :] += rng.normal()
-    assert 0 < step_metrics(learner(**changes), uneven)["optimizer/step_scale_min"] < 0.7
 
 
 def test_a_loss_that_is_not_finite_is_refused():

@@ -1,6 +1,6 @@
 """Objectives and corrections: identities, hand-computed values, gradients in every region, numerical hazards."""
 
-import dataclasses
+import functools
 import math
 
 import jax
@@ -313,13 +313,36 @@ def test_the_step_scale_by_hand():
         mask=[[1, 1, 1, 1, 0]],
         segment_ids=[[1, 1, 2, 2, 3]],
     )
-    sample = corrections.effective_sample(corrections.clean(x))
+    clean = corrections.clean(x)
+    sample = corrections.effective_sample(clean.logprobs - clean.behaviour_logprobs, clean)
     w = np.array([e(0.2), e(-0.4)])
     assert float(sample.sequences) == 2
     expected = w.sum() ** 2 / (w**2).sum()
     assert float(corrections.step_scale(sample)) == pytest.approx(math.sqrt(expected / 2), rel=1e-5)
-    none = corrections.effective_sample(corrections.clean(x._replace(mask=jnp.zeros((1, 5)))))
+    clean = corrections.clean(x._replace(mask=jnp.zeros((1, 5))))
+    none = corrections.effective_sample(clean.logprobs - clean.behaviour_logprobs, clean)
     assert float(corrections.step_scale(none)) == 1.0
+    for xp in (jnp, np):
+        joined = [corrections.join(sample, none, xp), corrections.join(none, sample, xp)]
+        assert [float(corrections.step_scale(j)) for j in joined] == [pytest.approx(math.sqrt(expected / 2))] * 2
+
+
+@pytest.mark.parametrize("far", [0.0, -40.0, 300.0])
+def test_the_effective_sample_of_products_far_beyond_any_float(far):
+    """Log-weights 30 and 20 apart: what all have in common does not matter, and nothing is capped."""
+    rng = np.random.default_rng(0)
+    logs = far + np.array([0.0, -1.0, -10.0, -12.0, -20.0, 30.0, 29.5, 3.0])
+    w = e(logs - logs.max())
+    expected = w.sum() ** 2 / (w**2).sum() / 8
+
+    def sample(values):
+        n = 4 * len(values)  # each sequence's weight is shared by its four tokens
+        x = inputs(rng, n=n, segment_ids=[np.repeat(np.arange(1, len(values) + 1), 4)])
+        return corrections.effective_sample(jnp.asarray([np.repeat(values / 4, 4)], jnp.float32), x)
+
+    assert float(corrections.effective_share(sample(logs))) == pytest.approx(expected, rel=1e-4)
+    parts = functools.reduce(corrections.join, [sample(logs[:3]), sample(logs[3:5]), sample(logs[5:])])
+    assert float(corrections.effective_share(parts)) == pytest.approx(expected, rel=1e-4)
 
 
 # --- gradients against float64 finite differences, in every region ---
@@ -331,7 +354,10 @@ SWITCHES = {
     "clamp": {"importance_weight": "clamp", "importance_cap": 1.05},
     "mask": {"importance_weight": "mask", "importance_low": 0.95, "importance_cap": 1.2},
     "mask, sequence": {"importance_weight": "mask", "importance_level": "sequence", "importance_cap": 1.2},
+    "clamp, sequence": {"importance_weight": "clamp", "importance_level": "sequence", "importance_cap": 1.03},
     "none": {"importance_weight": "none"},
+    "sequence": {"staleness_scope": "sequence"},
+    "batch": {"staleness_scope": "batch", "staleness_base": "ppo"},
     "loglinear": {"proximal": "loglinear"},
     "opsm": {"opsm_threshold": 0.1},
 }
@@ -341,6 +367,8 @@ def makes_sense(name, switch):
     options = SWITCHES[switch]
     if "dual_clip" in options:
         return LOSSES[name].surrogate
+    if "staleness_scope" in options:
+        return name == "staleness_ppo"
     if "importance_weight" in options:
         return config_of(name).importance_weight != "none" or name == "reinforce"
     return "proximal" not in options or reads_proximal(config_of(name))
@@ -349,12 +377,13 @@ def makes_sense(name, switch):
 @pytest.mark.parametrize(("name", "switch"), [(n, s) for n in OBJECTIVES for s in SWITCHES if makes_sense(n, s)])
 def test_gradients_against_a_float64_finite_difference_in_every_region(name, switch):
     """Eight sequences of two tokens: each sign of A with each region of the objective's own ratio."""
-    config = config_of(name, **SWITCHES[switch])
+    narrow = {"cispo_low": 0.5, "cispo_high": 1.5} if name == "cispo" else {}
+    config = config_of(name, **SWITCHES[switch], **narrow)
     ratios = np.where(RATIOS == 0.97, 1.0001, RATIOS) if name == "gspo" else RATIOS
     log_ratios = np.repeat(np.log(np.tile(ratios, 2)), 2)
     b = np.full(16, -1.0)
     p = b + np.tile([0.1, -0.02], 8)
-    around = p if name in ("decoupled_ppo", "staleness_ppo") else b
+    around = p if name in ("decoupled_ppo", "staleness_ppo") and switch != "batch" else b
     theta = around + log_ratios
     a = np.repeat([1.5, -0.7], 8) * np.tile([1.0, 1.1], 8)
     d, segments = np.arange(16) % 4, np.repeat(np.arange(1, 9), 2)
@@ -368,11 +397,17 @@ def test_gradients_against_a_float64_finite_difference_in_every_region(name, swi
     np.testing.assert_allclose(run(x, config).gradient[0], got, rtol=1e-6)
     values = reference_losses.per_token(config, theta, theta, b, p, a, d, segments)
     np.testing.assert_allclose(run(x, config).tokens.loss[0], values, rtol=3e-6, atol=1e-7)
-    if name in ("ppo", "gspo") and switch == "plain":
-        # the clipped regions: A > 0 above (two ratios), A < 0 below (one)
-        assert (np.abs(expected) < 1e-9).sum() == 6
+    without = (np.abs(expected) < 1e-9).sum()
+    if switch == "plain" and LOSSES[name].surrogate:
+        # clipped, or dropped: A > 0 above (two ratios), A < 0 below (one); two tokens each
+        assert without == 6
     if switch == "dual clip" and name == "ppo":
-        assert (np.abs(expected) < 1e-9).sum() == 8
+        assert without == 8
+    if switch == "plain" and name == "cispo":
+        weights = expected / -a
+        assert (np.isclose(weights, 0.5).sum(), np.isclose(weights, 1.5).sum()) == (4, 8)
+    if switch == "opsm":
+        assert without >= 2
 
 
 # --- numerical hazards ---
@@ -451,4 +486,9 @@ def test_auto_is_decided_by_the_objective():
     assert decided("reinforce", importance_weight="mask") == ("mask", True, True)
     assert decided("decoupled_ppo", proximal="loglinear") == ("clamp", True, False)
     assert decided("decoupled_ppo", proximal="loglinear", proximal_check=True) == ("clamp", True, True)
-    assert dataclasses.replace(resolve(LossConfig("ppo"))).proximal == "recompute"
+    assert resolve(LossConfig("ppo")).proximal == "recompute"
+
+
+def test_a_kl_needs_a_reference():
+    with pytest.raises(ValueError, match="reference"):
+        run(inputs(), config_of("ppo", kl_coefficient=0.1))

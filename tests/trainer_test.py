@@ -146,6 +146,18 @@ def test_proximal_log_probs_are_those_of_the_parameters_before_the_step():
     np.testing.assert_allclose(sums["behaviour_k1"].sum(), (batch.behaviour_logprobs - proximal)[used].sum(), rtol=1e-4)
 
 
+def test_the_staleness_of_a_token_is_that_of_its_own_version():
+    """Versions [-1, -1, 3, 3, 4, 4, 5] at version 5, packed behind another sequence."""
+    versions = np.array([-1, -1, 3, 3, 4, 4, 5], np.int32)
+    mixed = trajectory(0, 2, 5, RNG, policy_versions=versions)
+    other = trajectory(1, 3, 9, RNG)
+    batch, layout = packing.pack([mixed, other], packing.PackingConfig(32, 1, 16), 1)
+    x = train_step.token_inputs(batch, Targets(np.zeros_like(batch.loss_mask)), 0.0, jnp.int32(5), 0.0)
+    assert layout.gather(x.staleness)[0].tolist() == [0, 0, 2, 2, 1, 1, 0]
+    assert layout.gather(x.staleness)[1].tolist() == [0] * 3 + [5] * 9
+    np.testing.assert_array_equal(layout.gather(x.behaviour_logprobs)[0], mixed.behaviour_logprobs)
+
+
 def test_weight_decay_is_for_matrices_and_clipping_is_by_global_norm():
     params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2)}
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))

@@ -5,7 +5,7 @@ The notation is that of `losses.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss of one micro-batch. config: resolved.
 
-    reference_logprobs: needed for kl_coefficient > 0.
+    reference_logprobs: needed for kl_coefficient > 0; raises ValueError without them.
     """
+    if config.kl_coefficient and reference_logprobs is None:
+        raise ValueError(f"kl_coefficient is {config.kl_coefficient} and there are no log-probs of a reference")
     x = clean(x)
     recomputed = x.proximal_logprobs
     x = with_proximal(x, config)
@@ -175,31 +177,49 @@ def aggregate(
 
 
 class EffectiveSample(NamedTuple):
-    """Sums over sequences of e^(sum(t - b)) and its square, and their number."""
+    """Sums over sequences of their weight and its square, in units of the largest weight: no product overflows."""
 
-    weights: Float[Array, ""]
-    squares: Float[Array, ""]
-    sequences: Float[Array, ""]
-
-
-def effective_sample(x: TokenInputs) -> EffectiveSample:
-    """Of one micro-batch, from clean inputs; the parts add up."""
-    return effective_sample_of(log_ratio(x.logprobs, x.behaviour_logprobs), x)
+    peak: Any
+    """log of the largest weight; -inf without a sequence."""
+    weights: Any
+    squares: Any
+    sequences: Any
+    """How many."""
 
 
-def effective_sample_of(log_weights: Float[Array, "R L"], x: TokenInputs) -> EffectiveSample:
-    """Of sequences weighted with the product of their tokens' weights, uncapped (its log within +-20)."""
+def effective_sample(log_weights: Float[Array, "R L"], x: TokenInputs) -> EffectiveSample:
+    """Of one micro-batch's sequences, each weighted with the product of its tokens' weights, uncapped."""
     present = sequences.sequence_sums(x.mask, x.segment_ids) > 0
-    log_w = log_ratio(sequences.sequence_sums(log_weights * x.mask, x.segment_ids), jnp.zeros(()))
-    weight = jax.lax.stop_gradient(jnp.where(present, jnp.exp(log_w), 0.0))
-    return EffectiveSample(jnp.sum(weight), jnp.sum(jnp.square(weight)), jnp.sum(present.astype(jnp.float32)))
+    log_w = jax.lax.stop_gradient(sequences.sequence_sums(log_weights * x.mask, x.segment_ids))
+    peak = jnp.max(jnp.where(present, log_w, -jnp.inf))
+    weight = jnp.where(present, jnp.exp(jnp.where(present, log_w - peak, 0.0)), 0.0)
+    return EffectiveSample(peak, jnp.sum(weight), jnp.sum(jnp.square(weight)), jnp.sum(present.astype(jnp.float32)))
+
+
+def join(a: EffectiveSample, b: EffectiveSample, xp: Any = jnp) -> EffectiveSample:
+    """Of both together; on the host with xp = numpy."""
+    peak = xp.maximum(a.peak, b.peak)
+    # without a sequence there is no peak to compare with: -inf - -inf would be NaN
+    ours, theirs = (
+        xp.exp(xp.where(s.sequences > 0, s.peak, 0.0) - xp.where(s.sequences > 0, peak, 0.0)) for s in (a, b)
+    )
+    return EffectiveSample(
+        peak,
+        a.weights * ours + b.weights * theirs,
+        a.squares * ours**2 + b.squares * theirs**2,
+        a.sequences + b.sequences,
+    )
+
+
+def effective_share(sample: EffectiveSample, xp: Any = jnp) -> Any:
+    """ESS / B with ESS = (sum w)^2 / sum w^2 over B sequences; in (0, 1], and 1 without a sequence."""
+    share = sample.weights**2 / xp.maximum(sample.squares * sample.sequences, 1e-30)
+    return xp.where(sample.sequences > 0, xp.minimum(share, 1.0), 1.0)
 
 
 def step_scale(sample: EffectiveSample) -> Float[Array, ""]:
-    """sqrt(min(1, ESS / B)) with ESS = (sum w)^2 / sum w^2 over B sequences (VCPO, arXiv 2602.17616): what the learning
-    rate is multiplied by."""
-    share = jnp.square(sample.weights) / jnp.maximum(sample.squares * sample.sequences, 1e-30)
-    return jnp.sqrt(jnp.minimum(1.0, jnp.where(sample.sequences > 0, share, 1.0)))
+    """sqrt(min(1, ESS / B)), what the learning rate is multiplied by (VCPO, arXiv 2602.17616)."""
+    return jnp.sqrt(effective_share(sample))
 
 
 def batch_statistic(x: TokenInputs, config: LossConfig) -> Float[Array, ""]:

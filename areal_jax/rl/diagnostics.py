@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from areal_jax.rl.corrections import PolicyLoss, effective_sample_of
+from areal_jax.rl.corrections import EffectiveSample, PolicyLoss, effective_sample, effective_share, join
 from areal_jax.rl.losses import LOG_RATIO_BOUND, LossConfig, log_ratio, reads_proximal
 from areal_jax.types import Trajectory
 
-Sums = dict[str, Array]
+Sums = dict[str, Any]
+"""Of arrays, and `EffectiveSample`s."""
 
 BUCKETS = {"d0": 0, "d1": 1, "d2": 2, "d3-4": 3, "d5-8": 5, "d9-16": 9, "d17+": 17}
 """name -> the smallest staleness in it."""
 
-BINS = 512
+BINS = 513  # odd: a ratio of exactly 1 is the middle of a bin
 KNEE = 1e-3  # log-ratios below it share bins of even width; above it a bin is 4 % wide
 
 MEANS = {
@@ -70,6 +71,7 @@ def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfi
         "clamped": (jnp.abs(r_log) >= LOG_RATIO_BOUND).astype(jnp.float32),
         "reference_kl": loss.kl,
         "r": jnp.exp(r_log),
+        "r_squared": jnp.exp(2 * r_log),
         "behaviour_k1": -r_log,
         "behaviour_k3": _k3(r_log),
     }
@@ -79,6 +81,7 @@ def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfi
         "max_r": _extreme(jnp.max, jnp.exp(r_log), mask),
         "min_r": -_extreme(jnp.max, -jnp.exp(r_log), mask),
         "min_epsilon": -_extreme(jnp.max, -epsilon, mask),
+        "sample_r": effective_sample(r_log, x),
     }
     if reads_proximal(config):
         w_log = log_ratio(x.proximal_logprobs, x.behaviour_logprobs)
@@ -93,14 +96,11 @@ def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfi
             "update_k1": -update,
             "update_k3": _k3(update),
         }
-        sample = effective_sample_of(w_log, x)
         sums |= {
             "histogram_w": _histogram(w_log, mask),
             "max_w": _extreme(jnp.max, w, mask),
             "min_w": -_extreme(jnp.max, -w, mask),
-            "sequence_w": sample.weights,
-            "sequence_w_squared": sample.squares,
-            "sequences": sample.sequences,
+            "sample_w": effective_sample(w_log, x),
         }
         if config.proximal_check:
             exact = jnp.exp(log_ratio(loss.recomputed, x.behaviour_logprobs))
@@ -150,7 +150,9 @@ def combine(a: Sums, b: Sums, xp: Any = jnp) -> Sums:
     """Sums of two micro-batches together; on the host, of minibatches, with xp = numpy."""
     joined = {}
     for key, value in a.items():
-        if key.startswith("max_"):
+        if isinstance(value, EffectiveSample):
+            joined[key] = join(value, b[key], xp)
+        elif key.startswith("max_"):
             joined[key] = xp.maximum(value, b[key])
         elif key.startswith("min_"):
             joined[key] = xp.minimum(value, b[key])
@@ -162,22 +164,31 @@ def combine(a: Sums, b: Sums, xp: Any = jnp) -> Sums:
 def empty(like: Sums) -> Sums:
     """What changes nothing when combined; like: arrays or their shapes."""
     fill = {"max_": -np.inf, "min_": np.inf}
-    return {k: jnp.full(v.shape, fill.get(k[:4], 0.0), v.dtype) for k, v in like.items()}
+    nothing = EffectiveSample(jnp.float32(-np.inf), *(jnp.float32(0) for _ in range(3)))
+    return {
+        k: nothing if isinstance(v, EffectiveSample) else jnp.full(v.shape, fill.get(k[:4], 0.0), v.dtype)
+        for k, v in like.items()
+    }
 
 
-def finalize(sums: dict[str, np.ndarray], config: LossConfig) -> dict[str, float]:
+def finalize(sums: dict[str, Any], config: LossConfig) -> dict[str, float]:
     """The named metrics of one training step, from `token_sums`; of a bucket with its name behind a slash."""
     tokens = sums["tokens"]
     n = max(float(tokens.sum()), 1.0)
     names = MEANS | (PROXIMAL_MEANS if reads_proximal(config) else {}) | (CHECK_MEANS if config.proximal_check else {})
     if config.kl_coefficient:
         names = names | {"loss/reference_kl": "reference_kl"}
+    weight = "w" if reads_proximal(config) else "r"  # what corrects for who sampled
     metrics = {name: float(sums[key].sum()) / n for name, key in names.items()}
+    metrics["importance/ess_token"] = _share(sums[weight].sum(), sums[f"{weight}_squared"].sum(), tokens.sum())
+    metrics["importance/ess_sequence"] = float(effective_share(sums[f"sample_{weight}"], np))
     for bucket, count in zip(range(len(tokens)), tokens, strict=True):
         if count > 0:
             label = list(BUCKETS)[bucket]
             metrics[f"staleness/fraction/{label}"] = float(count) / n
             metrics |= {f"{name}/{label}": float(sums[key][bucket] / count) for name, key in names.items()}
+            squares = sums[f"{weight}_squared"][bucket]
+            metrics[f"importance/ess_token/{label}"] = _share(sums[weight][bucket], squares, count)
     ratios = ["r"] + (["w"] if reads_proximal(config) else [])
     for ratio in ratios if tokens.sum() > 0 else []:
         metrics[f"importance/{ratio}_min"] = float(sums[f"min_{ratio}"])
@@ -186,25 +197,27 @@ def finalize(sums: dict[str, np.ndarray], config: LossConfig) -> dict[str, float
             metrics[f"importance/{ratio}_p{q}"] = quantile(sums[f"histogram_{ratio}"], q / 100)
     if tokens.sum() > 0:
         metrics["clip/effective_epsilon_min"] = float(sums["min_epsilon"])
-    if reads_proximal(config):
-        w, squared = float(sums["w"].sum()), float(sums["w_squared"].sum())
-        sequence_w, sequence_squared = float(sums["sequence_w"]), float(sums["sequence_w_squared"])
-        count = max(float(sums["sequences"]), 1.0)
-        metrics["importance/ess_token"] = w**2 / max(n * squared, 1e-30)
-        metrics["importance/ess_sequence"] = sequence_w**2 / max(count * sequence_squared, 1e-30)
     return metrics
 
 
-def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
-    """How old the tokens of a batch are, in policy versions, when the trainer at `version` consumes them.
+def _share(weights: Any, squares: Any, count: Any) -> float:
+    """Effective over actual sample size; 1 for an empty sample."""
+    return float(weights) ** 2 / (float(squares) * float(count)) if count > 0 else 1.0
 
-    `staleness/hist` is a list: tokens of staleness 0, 1, 2, ... A sequence is as old as its oldest token.
-    Raises ValueError if a token is newer than the trainer, which would mean broken version stamps.
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
+    """How old the tokens of a batch that count are, in policy versions, when the trainer at `version` consumes them.
+
+    `staleness/hist` is a list: tokens of staleness 0, 1, 2, ... A sequence is as old as its oldest token. All are 0 for
+    a batch without a token that counts. Raises ValueError if a token (even one that does not count) is newer than the
+    trainer, which would mean broken version stamps.
     """
-    per_sequence = [version - t.policy_versions[t.prompt_length :] for t in trajectories]
+    newest = max(int(t.policy_versions.max()) for t in trajectories)
+    if newest > version:
+        raise ValueError(f"a token carries version {newest}, newer than the trainer's {version}")
+    per_sequence = [(version - t.policy_versions)[t.loss_mask > 0] for t in trajectories if t.loss_mask.any()]
+    per_sequence = per_sequence or [np.zeros(1, np.int32)]
     tokens = np.concatenate(per_sequence)
-    if tokens.min() < 0:
-        raise ValueError(f"a token carries version {version - tokens.min()}, newer than the trainer's {version}")
     oldest = np.array([d.max() for d in per_sequence])
     distinct = np.array([len(np.unique(d)) for d in per_sequence])
     metrics: dict[str, Any] = {}
@@ -231,7 +244,7 @@ def batch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {
         "reward/mean": float(rewards.mean()),
         "group/zero_std_fraction": float(np.mean([np.all(g == g[0]) for g in groups])),
-        "group/all_pass_fraction": float(np.mean([np.all(g == rewards.max()) and g[0] > 0 for g in groups])),
+        "group/all_pass_fraction": float(np.mean([np.all(g > 0) for g in groups])),
         "group/all_fail_fraction": float(np.mean([np.all(g <= 0) for g in groups])),
     }
     everything = np.ones(len(rewards), bool)
@@ -258,10 +271,12 @@ def advantage_metrics(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarr
 def value_metrics(
     values: Sequence[np.ndarray], returns: Sequence[np.ndarray], masks: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Explained variance of the returns: 1 - Var(G - V) / Var(G), 0 where the returns do not vary."""
+    """Explained variance of the returns: 1 - Var(G - V) / Var(G); 0 where the returns do not vary by more than their
+    rounding."""
     v, g = (np.concatenate([x[m > 0] for x, m in zip(a, masks, strict=True)]) for a in (values, returns))
     if not len(g):
         return {}
-    variance = float(np.var(g.astype(np.float64)))
-    explained = 1.0 - float(np.var((g - v).astype(np.float64))) / variance if variance > 0 else 0.0
+    g, v = g.astype(np.float64), v.astype(np.float64)
+    varies = np.ptp(g) > 1e-5 * max(np.abs(g).max(), np.abs(v).max())
+    explained = 1.0 - float(np.var(g - v) / np.var(g)) if varies else 0.0
     return {"value/explained_variance": explained, "value/mean": float(v.mean())}

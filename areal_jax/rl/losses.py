@@ -112,6 +112,8 @@ class Objective(NamedTuple):
     """Of the whole optimiser batch, whatever the micro-batches; the arrays given have any shape."""
     statistic_of_policy: bool = False
     """Whether the statistic reads the log-probs of the policy: that costs a forward of the minibatch."""
+    reads: tuple[str, ...] = ()
+    """The keys of LossConfig that it has to itself, or shares with some objectives only."""
 
 
 # --- objectives ---
@@ -243,19 +245,27 @@ def sft(x: TokenInputs, config: LossConfig) -> TokenLosses:
     return _unclipped(-x.logprobs)
 
 
+CLIP = ("clip_low", "clip_high")
+STALENESS = ("staleness_base", "staleness_scope", "staleness_decay", "staleness_floor")
+
 LOSSES: dict[str, Objective] = {
-    "ppo": Objective(ppo, "behaviour", surrogate=True),
-    "decoupled_ppo": Objective(decoupled_ppo, "proximal", surrogate=True),
-    "staleness_ppo": Objective(staleness_ppo, "staleness_base", surrogate=True, statistic=mean_staleness),
-    "gspo": Objective(gspo, "behaviour", surrogate=True),
-    "cispo": Objective(cispo, "behaviour"),
-    "sapo": Objective(sapo, "behaviour"),
-    "m2po": Objective(m2po, "behaviour", surrogate=True, statistic=m2po_bound, statistic_of_policy=True),
+    "ppo": Objective(ppo, "behaviour", surrogate=True, reads=CLIP),
+    "decoupled_ppo": Objective(decoupled_ppo, "proximal", surrogate=True, reads=CLIP),
+    "staleness_ppo": Objective(
+        staleness_ppo, "staleness_base", surrogate=True, statistic=mean_staleness, reads=CLIP + STALENESS
+    ),
+    "gspo": Objective(gspo, "behaviour", surrogate=True, reads=("gspo_clip_low", "gspo_clip_high")),
+    "cispo": Objective(cispo, "behaviour", reads=("cispo_low", "cispo_high")),
+    "sapo": Objective(sapo, "behaviour", reads=("sapo_positive", "sapo_negative")),
+    "m2po": Objective(
+        m2po, "behaviour", surrogate=True, statistic=m2po_bound, statistic_of_policy=True, reads=("m2po_threshold",)
+    ),
     "topr": Objective(topr, "behaviour"),
-    "dppo": Objective(dppo, "behaviour"),
+    "dppo": Objective(dppo, "behaviour", reads=("dppo_threshold", "dppo_penalty")),
     "reinforce": Objective(reinforce, "none"),
     "sft": Objective(sft, "none"),
 }
+"""name -> the objective; a config file may enter its own."""
 
 
 # --- which log-probs an objective needs ---

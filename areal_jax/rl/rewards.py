@@ -53,7 +53,7 @@ def mask_zero_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Groups whose rewards are all the same, without a token that counts: they leave numerator and denominator."""
     rewards = np.array([t.reward for t in trajectories])
     groups = np.array([t.prompt_id for t in trajectories])
-    flat = {g for g in groups if np.all(rewards[groups == g] == rewards[groups == g][0])}
+    flat = {g for g in np.unique(groups) if np.ptp(rewards[groups == g]) == 0}
     return [masked(t) if t.prompt_id in flat else t for t in trajectories]
 
 

@@ -225,7 +225,7 @@ class Coordinator:
     # --- checkpoints ---
 
     def save(self) -> dict[str, Any]:
-        """JSON-able: the books, the stream's state and the groups still open. Call between `trained` and `publish`."""
+        """JSON-able: the books, the stream's state and the groups still open. Call after `trained`."""
         with self._changed:
             if self._intake.samples:
                 raise RuntimeError("a batch is half taken; save after `trained`")

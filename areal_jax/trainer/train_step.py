@@ -20,9 +20,8 @@ from areal_jax import sharding
 from areal_jax.models.critic import Critic
 from areal_jax.models.transformer import Model
 from areal_jax.rl import corrections, diagnostics
-from areal_jax.rl.corrections import EffectiveSample
 from areal_jax.rl.logprobs import token_logprobs, token_values
-from areal_jax.rl.losses import LOSSES, LossConfig, TokenInputs
+from areal_jax.rl.losses import LOSSES, LossConfig, TokenInputs, log_ratio
 from areal_jax.rl.values import value_loss
 from areal_jax.types import Params, Targets, TrainBatch
 
@@ -231,9 +230,14 @@ def update(
         logprobs, entropy = token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, config.temperature)
         x = token_inputs(micro, target, logprobs, version, statistic)
         found = corrections.policy_loss(x, entropy, target.reference_logprobs, config.loss)
-        sums = {"objective": found.total, "denominator": found.denominator, "counted": jnp.sum(x.mask)}
+        sums: diagnostics.Sums = {
+            "objective": found.total,
+            "denominator": found.denominator,
+            "counted": jnp.sum(x.mask),
+        }
         if config.scale_by_ess:
-            sums |= {f"ess_{k}": v for k, v in corrections.effective_sample(found.inputs)._asdict().items()}
+            ratios = log_ratio(found.inputs.logprobs, found.inputs.behaviour_logprobs)
+            sums["step_sample"] = corrections.effective_sample(ratios, found.inputs)
         if config.diagnostics:
             sums |= diagnostics.token_sums(found, entropy, config.loss)
         total = found.total
@@ -260,7 +264,7 @@ def update(
     policy_grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
     rate = rates.policy
     if config.scale_by_ess:
-        scale = corrections.step_scale(EffectiveSample(*(sums.pop(f"ess_{k}") for k in EffectiveSample._fields)))
+        scale = corrections.step_scale(sums.pop("step_sample"))
         rate, sums = rate * scale, sums | {"min_step_scale": scale}
     params, opt_state = _descend(optimizer, policy_grads, state.opt_state, state.params, rate)
     sums |= {"max_grad_norm": optax.tree.norm(policy_grads)}
