@@ -139,6 +139,17 @@ def test_staleness_zero_is_synchronous_training_bit_for_bit(tmp_path, cache):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_run_that_has_nothing_to_train_on_comes_to_its_end(tmp_path, cache):
+    """No answer is right, so that every group is dropped from the loss: nothing is learnt, and that is reported."""
+    nothing = ("--config.reward.name=exact_answer", "--config.rollout.zero_variance_groups=drop")
+    done = run_small(tmp_path / "run", cache, "--config.launch.kind=colocated", *nothing)
+    assert done.returncode == 0, done.stderr
+    steps = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    assert [r["tokens/trained"] for r in steps] == [0, 0, 0]
+    assert "nothing was learnt" in done.stdout
+    assert np.isfinite(summary_of(tmp_path / "run")["staleness_mean"])
+
+
 def test_local_run_with_two_samplers(tmp_path, cache):
     bound = "--config.rollout.max_staleness=1"
     done = run_small(tmp_path / "run", cache, bound, "--config.launch.kind=local", "--config.launch.samplers=2")
@@ -244,11 +255,12 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path, cache):
 
 def test_a_killed_run_with_a_critic_and_a_reference_goes_on(tmp_path, cache):
     """A reference taken anew from the checkpoint would be the policy itself: the KL to it would begin at 0 again."""
-    options = (
-        "--config.trainer.steps=60", "--config.critic.kind=network", "--config.advantage.name=gae",
-        "--config.loss.name=ppo", "--config.loss.kl_coefficient=0.01", "--config.optimizer.scale_by_ess=True",
-        "--config.optimizer.learning_rate=1e-3", "--config.rollout.zero_variance_groups=refill",
-    )  # fmt: skip
+    changes = {
+        "trainer.steps": 60, "trainer.minibatches": 1, "critic.kind": "network", "advantage.name": "gae",
+        "loss.name": "ppo", "loss.kl_coefficient": 0.01, "optimizer.scale_by_ess": True,
+        "optimizer.learning_rate": 1e-3, "rollout.zero_variance_groups": "refill",
+    }  # fmt: skip
+    options = [f"--config.{key}={value}" for key, value in changes.items()]
     with running(tmp_path / "run", cache, *options) as process:
         assert wait_until(lambda: newest_version(tmp_path / "run") >= 12)
         process.kill()
