@@ -141,6 +141,7 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...]) 
         prefill_tokens=r.prefill_tokens,
         eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
+        static=r.batching == "static",
     )
 
 

@@ -75,6 +75,8 @@ CHECKS: dict[str, Check] = {
     "warm_start.habit_learning_rate": POSITIVE,
     "warm_start.habit_learning_rate_final": POSITIVE,
     "rollout.max_staleness": (lambda v: v >= 0 and (math.isinf(v) or v == int(v)), "expected 0, 1, 2, ... or inf"),
+    "rollout.injected_staleness": _at_least(0),
+    "rollout.batching": _one_of("continuous", "static"),
     "rollout.over_stale": _one_of("train", "drop", "mask_tokens"),
     "rollout.zero_variance_groups": _one_of("keep", "drop", "refill"),
     "rollout.max_refills": _at_least(1),
@@ -226,6 +228,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         rollout.queue_capacity >= samples,
         f"rollout.queue_capacity is {rollout.queue_capacity} and a batch has {samples} samples: a queue that cannot "
         f"hold one batch would stop the run; set at least {samples}",
+    )
+    _require(
+        not rollout.injected_staleness or (rollout.max_staleness == 0 and rollout.over_stale == "train"),
+        f"rollout.injected_staleness is {rollout.injected_staleness} with max_staleness {rollout.max_staleness} and "
+        f"over_stale {rollout.over_stale!r}: only with max_staleness=0 and over_stale='train' is it exact",
     )
     objective.validate(config)
     _require(

@@ -76,13 +76,17 @@ def read_lines(path: pathlib.Path) -> list[Record]:
 
 def clear_metrics(workdir: pathlib.Path) -> None:
     """For a run from the beginning."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         replace_text(workdir / name, "")
 
 
 def truncate_metrics(workdir: pathlib.Path, version: int) -> None:
     """Takes out the steps, evaluations and transcripts after `version`: a resumed run makes them again."""
-    for name, key, last in (("metrics.jsonl", "version", version), ("samples.jsonl", "trained_at", version - 1)):
+    for name, key, last in (
+        ("metrics.jsonl", "version", version),
+        ("timeline.jsonl", "version", version),
+        ("samples.jsonl", "trained_at", version - 1),
+    ):
         kept = [r for r in read_lines(workdir / name) if r.get(key, 0) <= last]
         replace_text(workdir / name, "".join(json.dumps(r) + "\n" for r in kept))
 

@@ -17,6 +17,7 @@ from areal_jax.metrics import Emit, Record, read_metrics
 from areal_jax.rl import diagnostics
 from areal_jax.rollout.coordinator import Coordinator
 from areal_jax.rollout.evaluation import Evaluation
+from areal_jax.rollout.leases import BusySpan
 from areal_jax.transport.messages import SamplerStats
 from areal_jax.types import Prompt, Trajectory
 
@@ -44,7 +45,10 @@ class Recorder:
         self._launched = time.monotonic()
         self._full = self._empty = 0
         self._previous: dict[str, SamplerStats] = {}
-        self._samples = open(workdir / "samples.jsonl", "a", buffering=1)  # noqa: SIM115 - lives as long as the run
+        self._samples, self._timeline = (
+            open(workdir / name, "a", buffering=1)  # noqa: SIM115 - live as long as the run
+            for name in ("samples.jsonl", "timeline.jsonl")
+        )
         earlier = [r["seconds"] for r in read_metrics(workdir) if "seconds" in r]
         self._offset = max(earlier, default=0.0)  # of a resumed run
 
@@ -98,8 +102,17 @@ class Recorder:
         self._warn_about_queue(occupancy, self._waited / took)
         for t in batch[:TRANSCRIPTS]:
             self._transcript(version, t)
+        self._write_timeline(version, now)
         self.collect_evaluations()
         self._last = now
+
+    def _write_timeline(self, version: int, now: float) -> None:
+        """When each role worked since the last step."""
+        zero = self._began - self._offset
+        spans = [BusySpan("trainer", self._waiting_from + self._waited, now), *self._coordinator.busy_spans()]
+        for s in spans:
+            line = {"version": version, "role": s.sampler, "start": s.start - zero, "end": s.end - zero}
+            self._timeline.write(json.dumps(line) + "\n")
 
     def end(self) -> None:
         """Training is over: the shares and rates of the summary are of the time until here."""
@@ -113,6 +126,7 @@ class Recorder:
     def finish(self, skill_accuracy: float, seconds_warm_start: float, compiles_after_warmup: int) -> dict[str, Any]:
         """Writes the summary and the learning curve; returns the summary with the closing words."""
         self._samples.close()
+        self._timeline.close()
         records = read_metrics(self._workdir)
         steps = [r for r in records if r["kind"] == "step"]
         evaluations = [r for r in records if r["kind"] == "evaluation"]

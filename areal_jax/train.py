@@ -26,7 +26,7 @@ from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
-from areal_jax.types import PolicySnapshot, Trajectory
+from areal_jax.types import PolicySnapshot, Trajectory, UserError
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
@@ -54,6 +54,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     started_from = warm_start.WarmStart(None, 0.0, 0, cached=False)
     warm_start_began = time.monotonic()
     saved = checkpoints.versions()
+    if saved and config.rollout.injected_staleness:
+        raise UserError(
+            f"a run with rollout.injected_staleness cannot go on from a checkpoint ({workdir}): the older weights that "
+            "its samplers need are gone. Choose another config.workdir"
+        )
     if saved:
         truncate_metrics(workdir, saved[-1])
     else:
@@ -152,6 +157,7 @@ def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
         batch_samples=config.trainer.batch_prompts * r.group_size,
         max_staleness=r.max_staleness,
         over_stale=r.over_stale,
+        injected_staleness=r.injected_staleness,
         max_refills=r.max_refills if r.zero_variance_groups == "refill" else 0,
         queue_capacity=r.queue_capacity,
         lease_timeout_seconds=r.lease_timeout_seconds,

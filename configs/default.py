@@ -69,6 +69,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.rollout = ml_collections.ConfigDict()
     c.rollout.max_staleness = 4.0  # policy versions, >= 0; 0 is synchronous RL, inf unbounded (AReaL's eta)
+    c.rollout.injected_staleness = 0  # experiment, with max_staleness 0: weights of samplers so many versions old, >= 0
     c.rollout.over_stale = "train"  # train | drop | mask_tokens: tokens over the bound when they are consumed
     c.rollout.zero_variance_groups = (
         "keep"  # keep | drop (out of the loss) | refill (draw others): all rewards the same
@@ -80,6 +81,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
     c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
     c.rollout.prefill_tokens = 16384  # most slots x length of one prefill, >= 1; bounds its memory
+    c.rollout.batching = "continuous"  # continuous | static (the baseline: no slot is filled until all are done)
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
     c.rollout.stop_strings = ()  # text that ends a response; the tokens up to and including the match are kept
     c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change

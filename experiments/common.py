@@ -21,19 +21,46 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def run_main(workdir: pathlib.Path, config: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def run_main(
+    workdir: pathlib.Path, config: str, overrides: dict[str, Any], place: dict[str, str] | None = None
+) -> dict[str, Any]:
     """One run of the main program; a finished one is not run again. Returns its summary.
 
+    place: environment variables that give it a part of the machine (`places`).
     Raises RuntimeError with the program's message when it fails.
     """
     summary = workdir / "summary.json"
     if not summary.exists():
         flags = [f"--config.{k}={v}" for k, v in ({"workdir": workdir} | overrides).items()]
         command = [sys.executable, "-m", "areal_jax.main", f"--config={config}", *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if place and "CORES" in place:
+            command = ["taskset", "--cpu-list", place["CORES"], *command]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | (place or {}))
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
     return dict(json.loads(summary.read_text()))
+
+
+def places(count: int) -> list[dict[str, str]]:
+    """`count` equal parts of this machine for runs side by side: of its visible GPUs, or else of its cores.
+
+    Raises SystemExit if there are fewer of them.
+    """
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    key, whole = ("CUDA_VISIBLE_DEVICES", devices.split(",")) if devices else ("CORES", [])
+    whole = whole or [str(core) for core in sorted(os.sched_getaffinity(0))]
+    size = len(whole) // count
+    if count < 1 or not size:
+        raise SystemExit(f"--parallel={count}: this machine has {len(whole)} of {key}, at least one is needed for each")
+    return [{key: ",".join(whole[i * size : (i + 1) * size])} for i in range(count)] if count > 1 else [{}]
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """['a.b=3'] -> {'a.b': '3'}. Raises SystemExit for what has no '='."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise SystemExit(f"--set {pair}: expected KEY=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def evaluation_curve(workdir: pathlib.Path, **labels: Any) -> list[dict[str, Any]]:

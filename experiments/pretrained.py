@@ -48,7 +48,7 @@ def main() -> None:
     rows, curves = [], []
     for seed in options.seeds:
         workdir = (options.runs / f"{name}-{seed}").absolute()
-        overrides = dict(item.split("=", 1) for item in options.set)
+        overrides = common.parse_overrides(options.set)
         summary = common.run_main(workdir, options.config, {"seed": seed, **overrides})
         rows.append({"seed": seed, **{c: summary[c] for c in COLUMNS}})
         print(rows[-1], flush=True)

@@ -70,6 +70,7 @@ def test_every_key_is_checked_or_free():
         ({"reward.incorrect": 1.0}, ["reward.incorrect is 1.0", "at most 0"]),
         ({"reward.workers": 0}, ["reward.workers is 0"]),
         ({"trainer.remat": "some"}, ["'some'", "dots"]),
+        ({"rollout.injected_staleness": 2}, ["injected_staleness is 2", "max_staleness 4.0", "max_staleness=0"]),
         ({"loss.name": "sft"}, ["'sft'", "decoupled_ppo", "gspo"]),
         ({"loss.name": "ppo", "loss.proximal": "recompute"}, ["'recompute'", "'ppo'", "reads no proximal"]),
         ({"loss.name": "reinforce", "loss.proximal": "loglinear"}, ["'loglinear'", "'reinforce'", "decoupled"]),

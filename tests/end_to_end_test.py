@@ -169,6 +169,40 @@ def test_local_at_staleness_zero_is_on_policy(tmp_path, cache):
     assert summary["staleness_max"] == 0
 
 
+def test_injected_staleness_is_what_is_measured(tmp_path, cache):
+    options = ("--config.rollout.max_staleness=0", "--config.rollout.injected_staleness=2", "--config.trainer.steps=6")
+    for kind in ("colocated", "local"):
+        done = run_small(tmp_path / kind, cache, *options, f"--config.launch.kind={kind}")
+        assert done.returncode == 0, done.stderr
+        for r in (r for r in read_metrics(tmp_path / kind) if r["kind"] == "step"):
+            age = min(2, r["version"] - 1)  # before its step the trainer was one version younger
+            assert r["staleness/hist"] == [0] * age + [int(r["tokens/trained"])]
+    (tmp_path / "colocated" / "summary.json").unlink()
+    again = run_small(tmp_path / "colocated", cache, *options, "--config.launch.kind=colocated")
+    assert_one_clear_message(again, "injected_staleness cannot go on")
+
+
+def test_static_batches_draw_the_same_samples_with_emptier_slots(tmp_path, cache):
+    """Synchronous, 16 samples a batch through 8 slots: the samples do not depend on how slots are filled."""
+    found = {}
+    for batching in ("continuous", "static"):
+        done = run_small(
+            tmp_path / batching, cache, "--config.launch.kind=colocated", "--config.rollout.max_staleness=0",
+            "--config.rollout.slots=8", f"--config.rollout.batching={batching}",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        steps = [r for r in read_metrics(tmp_path / batching) if r["kind"] == "step"]
+        found[batching] = (
+            [(r["reward/mean"], r["length/mean"], r["staleness/token_max"]) for r in steps],
+            summary_of(tmp_path / batching)["slots_useful"],
+        )
+    assert found["static"][0][0] == found["continuous"][0][0]
+    assert found["static"][1] < found["continuous"][1]
+    spans = [json.loads(line) for line in (tmp_path / "static" / "timeline.jsonl").read_text().splitlines()]
+    assert {s["role"] for s in spans} == {"trainer", "colocated"}
+    assert all(s["start"] <= s["end"] for s in spans)
+
+
 def test_roles_started_by_hand(tmp_path, cache):
     common = (CONFIG, f"--config.workdir={tmp_path / 'run'}", cache)
     start = functools.partial(subprocess.Popen, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -47,10 +51,19 @@ def main_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "areal_jax.main", *arguments]
 
 
+@functools.cache
+def _compiled() -> str:
+    """A directory where the runs of a test session share what they compile, which is most of a short run's time."""
+    directory = tempfile.mkdtemp(prefix="areal_jax_compiled")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def environment(**extra: str) -> dict[str, str]:
     """As a user's: one CPU device."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "AREAL_JAX_SUPERVISED")}
-    return {**kept, "JAX_PLATFORMS": "cpu", **extra}
+    shared = {"JAX_COMPILATION_CACHE_DIR": _compiled(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    return {**kept, "JAX_PLATFORMS": "cpu", **shared, **extra}
 
 
 def run_main(*arguments: str, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess[str]:

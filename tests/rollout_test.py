@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import numpy as np
 import pytest
@@ -135,7 +136,9 @@ def test_the_check_can_fail():
         ledger.check()
 
 
-def coordinator(eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeout=1e9, group=2, batch=4, refills=0):
+def coordinator(
+    eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeout=1e9, group=2, batch=4, refills=0, injected=0
+):
     numbers = iter(range(10_000))
 
     def source():
@@ -143,7 +146,7 @@ def coordinator(eta=1.0, over_stale="train", capacity=64, heldout=0, lease_timeo
         return Prompt(i, np.array([3, 4], np.int32), f"{i}", "0"), {"next_id": i + 1}
 
     prompts = [Prompt(i, np.array([5], np.int32), f"h{i}", "0") for i in range(heldout)]
-    config = CoordinatorConfig(group, batch, eta, over_stale, refills, capacity, lease_timeout, 1.0, 8)
+    config = CoordinatorConfig(group, batch, eta, over_stale, refills, injected, capacity, lease_timeout, 1.0, 8)
     return Coordinator(config, source, EvaluationBoard(prompts, (1.0, 0.0), 8))
 
 
@@ -329,6 +332,40 @@ def test_dropped_samples_are_counted_refunded_and_replaced():
     assert 3 not in [t.sample_id for t in batch]
     assert c.counts()["dropped"] == 1
     assert len(batch) == 5  # whole groups: the one that lost a sample, and two more
+
+
+def test_injected_staleness_is_exact():
+    """Whatever the version, what is trained on was drawn by the weights three versions before it (or the first)."""
+    c = coordinator(eta=0.0, injected=3)
+    s = FakeSampler(c)
+    for version in range(7):
+        drawn = max(0, version - 3)
+        for _ in range(5):
+            batch = c.take_batch(version, timeout=0.0)
+            if batch is not None:
+                break
+            done = [s.finish(*h) for h in s.held]
+            s.held = []
+            assert s.report(done, want=4).version == drawn
+            assert all(lease.min_version <= drawn for lease, _ in s.held)
+        assert {int(v) for t in batch for v in t.policy_versions if v >= 0} == {drawn}
+        c.trained(batch)
+        c.publish(version + 1)
+        assert max(0, version + 1 - 3) in c.needed_versions()
+
+
+def test_when_samplers_worked_is_known_from_their_reports():
+    c = coordinator()
+    s = FakeSampler(c)
+    s.report()
+    began = time.monotonic()
+    for busy in (0.25, 0.25, 1.0):
+        s.sequence += 1
+        c.exchange(Report("a", "1", c.run, s.sequence, 0, 0, 0, (), SamplerStats(busy_seconds=busy)))
+    spans = c.busy_spans()
+    assert [span.end - span.start for span in spans] == [pytest.approx(0.25), pytest.approx(0.75)]
+    assert all(span.end >= began for span in spans)
+    assert c.busy_spans() == []
 
 
 def flat_where(rewards):

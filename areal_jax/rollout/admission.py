@@ -12,11 +12,16 @@ class AdmissionGate:
     number of samples per training batch; eta is `max_staleness`, possibly infinite. Not thread-safe: its owner locks.
     """
 
-    def __init__(self, batch_samples: int, max_staleness: float):
+    def __init__(self, batch_samples: int, max_staleness: float, injected: int = 0):
+        """injected: samples are to be drawn by weights so many versions old (an experiment; with max_staleness 0)."""
         if batch_samples < 1 or max_staleness < 0:
             raise ValueError(f"batch_samples {batch_samples} must be positive and max_staleness {max_staleness} >= 0")
-        self.batch_samples, self.max_staleness = batch_samples, max_staleness
+        self.batch_samples, self.max_staleness, self._injected = batch_samples, max_staleness, injected
         self.started = 0
+
+    def offered(self, version: int) -> int:
+        """The version that samplers are told is the newest."""
+        return max(0, version - self._injected)
 
     def may_start(self, samples: int, version: int) -> bool:
         """Whether `samples` more may start at this version, all of them or none."""
@@ -34,7 +39,7 @@ class AdmissionGate:
         self.started += samples
         if math.isinf(self.max_staleness):
             return 0
-        return max(0, self._batch_of(self.started) - math.floor(self.max_staleness))
+        return max(0, self._batch_of(self.started) - math.floor(self.max_staleness) - self._injected)
 
     def refund(self, samples: int) -> None:
         """Takes back samples that will never be trained on."""

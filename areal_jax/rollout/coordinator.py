@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 import uuid
@@ -17,7 +18,7 @@ from typing import Any
 from areal_jax.rollout.admission import AdmissionGate
 from areal_jax.rollout.evaluation import Evaluation, EvaluationBoard
 from areal_jax.rollout.groups import Group, GroupQueue, Intake
-from areal_jax.rollout.leases import LeaseHolders
+from areal_jax.rollout.leases import BusySpan, LeaseHolders
 from areal_jax.rollout.ledger import Ledger
 from areal_jax.transport.messages import Reply, Report, SamplerStats
 from areal_jax.types import Lease, Prompt, Trajectory
@@ -38,11 +39,17 @@ class CoordinatorConfig:
     max_refills: float
     """Dynamic sampling: groups without a signal are passed over for others, up to so many batches of them for one
     batch; 0 takes all groups."""
+    injected_staleness: int
+    """Draw samples with weights exactly so many versions old; with max_staleness 0."""
     queue_capacity: int
     """Samples in complete groups; when full, samplers wait."""
     lease_timeout_seconds: float
     temperature: float
     max_new_tokens: int
+
+
+def _lease(config: CoordinatorConfig, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
+    return Lease(prompt, ids, min_version, None, config.temperature, config.max_new_tokens)
 
 
 class Coordinator:
@@ -55,13 +62,15 @@ class Coordinator:
         self._changed = threading.Condition()  # guards everything below except _source and _drawn
         self._source = source
         self._drawn: collections.deque[tuple[Prompt, dict[str, Any]]] = collections.deque()  # exchange's thread only
-        self._gate = AdmissionGate(config.batch_samples, config.max_staleness)
+        self._gate = AdmissionGate(config.batch_samples, config.max_staleness, config.injected_staleness)
         self._ledger = Ledger()
         self._board = board
         self._version = version
         self._stopping = False
         self._stream_state: dict[str, Any] | None = None
         self._queue = GroupQueue(self._ledger)
+        passable = config.max_refills * config.batch_samples
+        self._new_intake = functools.partial(Intake, config.max_staleness, config.over_stale, passable)
         self._intake = self._new_intake()
         self.intake = self._intake
         """Of the last batch taken."""
@@ -77,7 +86,8 @@ class Coordinator:
             self._drawn.append(self._source())
         with self._changed:
             self._heard = time.monotonic()
-            self._holders.meet(report, self._version)
+            offered = self._gate.offered(self._version)
+            self._holders.meet(report, offered)
             if report.run == self.run:  # what was drawn for another run of the trainer is not ours
                 for trajectory in report.trajectories:
                     self._receive(trajectory)
@@ -85,11 +95,11 @@ class Coordinator:
             for lease in self._holders.lost_evaluations():
                 self._board.give_back(lease)
             leases = self._grant(report.want, report.want_evaluation)
-            self._holders.grant(report.sampler, leases, self._version)
+            self._holders.grant(report.sampler, leases, offered)
             self._ledger.check()
             self._changed.notify_all()
             credit = max(0, self.config.queue_capacity - self._queue.samples)
-            return Reply(report.sequence, self.run, self._version, tuple(leases), credit, self._stopping)
+            return Reply(report.sequence, self.run, offered, tuple(leases), credit, self._stopping)
 
     def _receive(self, trajectory: Trajectory) -> None:
         if trajectory.evaluation:
@@ -125,10 +135,7 @@ class Coordinator:
         prompt, self._stream_state = self._drawn.popleft()
         ids = self._ledger.issue(size)
         self._queue.open(Group(prompt, ids))
-        return self._lease(prompt, ids, min_version)
-
-    def _lease(self, prompt: Prompt, ids: tuple[int, ...], min_version: int) -> Lease:
-        return Lease(prompt, ids, min_version, None, self.config.temperature, self.config.max_new_tokens)
+        return _lease(self.config, prompt, ids, min_version)
 
     # --- the training loop's side ---
 
@@ -143,7 +150,9 @@ class Coordinator:
             while len(self._intake.samples) < self.config.batch_samples:
                 group = self._queue.take()
                 if group is not None:
-                    self._consume(group, version)
+                    for reason, sample_ids in self._intake.add(group, version).items():
+                        self._ledger.drop(sample_ids, reason)
+                        self._gate.refund(len(sample_ids))
                 elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
             self.intake, self._intake = self._intake, self._new_intake()
@@ -151,15 +160,6 @@ class Coordinator:
             # dropping can leave a batch with part of a group too many; Eq. 3 counts batch_samples to a version
             self._gate.refund(len(batch) - self.config.batch_samples)
             return sorted(batch, key=lambda t: t.sample_id)
-
-    def _consume(self, group: Group, version: int) -> None:
-        for reason, sample_ids in self._intake.add(group, version).items():
-            self._ledger.drop(sample_ids, reason)
-            self._gate.refund(len(sample_ids))
-
-    def _new_intake(self) -> Intake:
-        passable = self.config.max_refills * self.config.batch_samples
-        return Intake(self.config.max_staleness, self.config.over_stale, passable)
 
     def trained(self, batch: Sequence[Trajectory]) -> None:
         """The batch has been trained on."""
@@ -200,12 +200,18 @@ class Coordinator:
     def needed_versions(self) -> set[int]:
         """Versions that a sampler may be loading, or that an evaluation is pinned to."""
         with self._changed:
-            return self._holders.announced_versions() | set(self._board.pinned_versions())
+            pinned = {self._gate.offered(self._version), *self._board.pinned_versions()}
+            return self._holders.announced_versions() | pinned
 
     def occupancy(self) -> int:
         """Samples in complete groups that wait for the trainer."""
         with self._changed:
             return self._queue.samples
+
+    def busy_spans(self) -> list[BusySpan]:
+        """What samplers reported to have worked since the last call."""
+        with self._changed:
+            return self._holders.take_spans()
 
     def counts(self) -> dict[str, int]:
         """The ledger's balance."""
@@ -245,4 +251,4 @@ class Coordinator:
             self._queue = GroupQueue(self._ledger)
             for group in map(Group.restore, saved["groups"]):
                 self._queue.open(group)
-                self._holders.add_lost(self._lease(group.prompt, group.sample_ids, self._version))
+                self._holders.add_lost(_lease(self.config, group.prompt, group.sample_ids, self._version))

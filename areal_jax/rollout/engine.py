@@ -44,6 +44,8 @@ class EngineConfig:
     eos_ids: tuple[int, ...]
     kv_on_update: str
     """On a weight swap, 'recompute' live keys and values (AReaL) or 'keep' them (PipelineRL, arXiv 2509.19128)."""
+    static: bool = False
+    """The baseline of static batches: a sampler asks for no sample until all of its slots are done."""
 
 
 @dataclasses.dataclass(frozen=True)

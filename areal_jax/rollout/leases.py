@@ -28,6 +28,15 @@ class _Holder:
         return list({lease.sample_ids: lease for lease in self.held.values()}.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class BusySpan:
+    """When a sampler worked, in time.monotonic() of the trainer; as exact as its reports are frequent."""
+
+    sampler: str
+    start: float
+    end: float
+
+
 class LeaseHolders:
     """The samplers that have reported, and their leases. Not thread-safe: its owner locks.
 
@@ -39,6 +48,7 @@ class LeaseHolders:
         self._holders: dict[str, _Holder] = {}
         self._past: dict[str, SamplerStats] = {}
         self._lost: collections.deque[Lease] = collections.deque()
+        self._spans: list[BusySpan] = []
 
     def meet(self, report: Report, version: int) -> None:
         """A sampler reports; one that was started again has lost what its last incarnation held."""
@@ -50,7 +60,15 @@ class LeaseHolders:
         if holder is None:
             holder = _Holder(report.incarnation, 0.0, version, report.stats)
             self._holders[report.sampler] = holder
-        holder.last_seen, holder.stats = time.monotonic(), report.stats
+        now, worked = time.monotonic(), report.stats.busy_seconds - holder.stats.busy_seconds
+        if worked > 0:
+            self._spans.append(BusySpan(report.sampler, now - worked, now))
+        holder.last_seen, holder.stats = now, report.stats
+
+    def take_spans(self) -> list[BusySpan]:
+        """What samplers have worked since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def expire(self) -> None:
         """Gives up samplers that have been silent for longer than the timeout."""

@@ -95,9 +95,10 @@ class Sampler:
         )
         training = [t for t in self._outbox if not t.evaluation]
         sent = training[: self._credits] + [t for t in self._outbox if t.evaluation]
-        slots = self._program.config.slots
+        slots, static = self._program.config.slots, self._program.config.static
         evaluating = self._evaluation.unfinished if self._evaluation else 0
         waiting = sum(len(lease.sample_ids) for lease in self._backlog) + len(self._grading)
+        held = engine.unfinished + len(training) + waiting
         self._sequence += 1
         report = Report(
             self._name,
@@ -105,7 +106,7 @@ class Sampler:
             self._run,
             self._sequence,
             version=engine.version,
-            want=max(0, slots - engine.unfinished - len(training) - waiting),
+            want=0 if static and held else max(0, slots - held),
             want_evaluation=slots - evaluating,
             trajectories=tuple(sent),
             stats=self._stats,
