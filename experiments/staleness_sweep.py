@@ -115,10 +115,16 @@ def run_cells(cells: list[Cell], options: argparse.Namespace) -> dict[Cell, str]
 
     failures = {}
     with concurrent.futures.ThreadPoolExecutor(options.parallel) as pool:
-        for cell, error in zip(cells, pool.map(run, cells), strict=True):
-            print(cell, error or "done", flush=True)
-            if error:
-                failures[cell] = error
+        running = {cell: pool.submit(run, cell) for cell in cells}
+        try:
+            for cell, future in running.items():
+                error = future.result()
+                print(cell, error or "done", flush=True)
+                if error:
+                    failures[cell] = error
+        except BaseException:  # interrupted: no further cell is begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return failures
 
 
