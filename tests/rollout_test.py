@@ -379,6 +379,16 @@ def flat_where(rewards):
     return finish_all
 
 
+def next_batch(c, s, finish_all, version):
+    """What the trainer gets once the sampler has worked for long enough; None if that is never."""
+    for _ in range(20):
+        batch = c.take_batch(version, timeout=0.0)
+        if batch is not None:
+            return batch
+        s.report(finish_all(s), want=4)
+    return None
+
+
 @pytest.mark.parametrize("eta", [0.0, 2.0])
 def test_dynamic_sampling_passes_groups_without_a_signal_over_and_draws_others(eta):
     """Prompts with an even number are all right; samples of the others differ."""
@@ -387,11 +397,7 @@ def test_dynamic_sampling_passes_groups_without_a_signal_over_and_draws_others(e
     finish_all = flat_where(lambda prompt, i: 1.0 if prompt % 2 == 0 else float(i % 2))
     seen = []
     for version in range(6):
-        for _ in range(20):
-            batch = c.take_batch(version, timeout=0.0)
-            if batch is not None:
-                break
-            s.report(finish_all(s), want=4)
+        batch = next_batch(c, s, finish_all, version)
         assert batch is not None, c.counts()
         assert len(batch) == 4
         seen += [t.prompt_id for t in batch]
@@ -409,11 +415,7 @@ def test_dynamic_sampling_takes_what_there_is_in_the_end():
     c = coordinator(eta=0.0, refills=2)
     s, finish_all = FakeSampler(c), flat_where(lambda prompt, i: 1.0)
     for version in range(3):
-        for _ in range(20):
-            batch = c.take_batch(version, timeout=0.0)
-            if batch is not None:
-                break
-            s.report(finish_all(s), want=4)
+        batch = next_batch(c, s, finish_all, version)
         assert len(batch) == 4
         c.trained(batch)
         c.publish(version + 1)
