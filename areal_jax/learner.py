@@ -102,7 +102,9 @@ class Learner:
         references = self._references(parts, reference)
         outcomes = self._outcomes(counted, version, parts, forwards, references)
         advantages = advantages_lib.estimate(outcomes, self._advantage)
-        returns = self._returns(outcomes, advantages)
+        returns = _returns(outcomes, advantages)
+        if self._advantage.whiten:
+            advantages = advantages_lib.whiten(advantages, outcomes.masks)
 
         rates = train_step.Rates(
             train_step.scalar(self.learning_rate(version), np.float32, self.model),
@@ -183,14 +185,6 @@ class Learner:
         groups = np.array([t.prompt_id for t in batch])
         return Outcomes(shaped, groups, [t.loss_mask for t in batch], penalties, values)
 
-    def _returns(self, outcomes: Outcomes, advantages: Ragged) -> Ragged | None:
-        """What the critic is fitted to: advantage and value, before any whitening."""
-        if outcomes.values is None:
-            return None
-        if self._advantage.whiten:
-            advantages = advantages_lib.gae(outcomes, self._advantage)
-        return [a + v * (m > 0) for a, v, m in zip(advantages, outcomes.values, outcomes.masks, strict=True)]
-
     def _metrics(self, sums: Sequence[dict[str, Any]], version: int) -> dict[str, float]:
         metrics = {"optimizer/learning_rate": self.learning_rate(version), "tokens/trained": 0.0}
         metrics["optimizer/grad_norm"] = 0.0
@@ -222,6 +216,13 @@ class Learner:
         for array, part in zip(arrays, parts, strict=True):
             found |= dict(zip(part.members.tolist(), part.layout.gather(jax.device_get(array)), strict=True))
         return [found[i] for i in range(len(found))]
+
+
+def _returns(outcomes: Outcomes, advantages: Ragged) -> Ragged | None:
+    """What the critic is fitted to: advantage (not whitened) and value."""
+    if outcomes.values is None:
+        return None
+    return [a + v * (m > 0) for a, v, m in zip(advantages, outcomes.values, outcomes.masks, strict=True)]
 
 
 def _checked(sums: dict[str, Any], version: int) -> dict[str, Any]:

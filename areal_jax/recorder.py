@@ -111,7 +111,7 @@ class Recorder:
         zero = self._began - self._offset
         spans = [BusySpan("trainer", self._waiting_from + self._waited, now), *self._coordinator.busy_spans()]
         for s in spans:
-            line = {"version": version, "role": s.sampler, "start": s.start - zero, "end": s.end - zero}
+            line = {"version": version, "role": s.role, "start": s.start - zero, "end": s.end - zero}
             self._timeline.write(json.dumps(line) + "\n")
 
     def end(self) -> None:

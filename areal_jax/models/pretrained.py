@@ -123,9 +123,7 @@ def find_tokenizer(path: str) -> Any:
     return plain
 
 
-def fetch(
-    name: str, revision: str, patterns: tuple[str, ...] = (*SMALL_FILES, "model*.safetensors"), key: str = "model.path"
-) -> pathlib.Path:
+def fetch(name: str, revision: str, patterns: tuple[str, ...] = ALL_FILES, key: str = "model.path") -> pathlib.Path:
     """A snapshot of a model on the hub, from huggingface_hub's cache where it is there (HF_HOME, HF_HUB_OFFLINE and
     HF_TOKEN have their usual meaning)."""
     import huggingface_hub

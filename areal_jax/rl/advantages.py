@@ -54,7 +54,7 @@ def group_norm(rewards: Rewards, group_ids: GroupIds) -> Rewards:
     A group of one, or one whose rewards are all the same, gets exactly 0.
     """
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _groups(rewards, group_ids):
+    for members in groups_with_signal(rewards, group_ids):
         group = rewards[members].astype(np.float64)
         advantages[members] = (group - group.mean()) / (group.std(ddof=1) + 1e-6)
     return advantages.astype(np.float32)
@@ -63,7 +63,7 @@ def group_norm(rewards: Rewards, group_ids: GroupIds) -> Rewards:
 def dr_grpo(rewards: Rewards, group_ids: GroupIds) -> Rewards:
     """Dr. GRPO (arXiv 2503.20783): R - group mean, not divided by the deviation."""
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _groups(rewards, group_ids):
+    for members in groups_with_signal(rewards, group_ids):
         group = rewards[members].astype(np.float64)
         advantages[members] = group - group.mean()
     return advantages.astype(np.float32)
@@ -72,7 +72,7 @@ def dr_grpo(rewards: Rewards, group_ids: GroupIds) -> Rewards:
 def rloo(rewards: Rewards, group_ids: GroupIds) -> Rewards:
     """Leave one out (arXiv 2402.14740): (R - group mean) * G / (G - 1)."""
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _groups(rewards, group_ids):
+    for members in groups_with_signal(rewards, group_ids):
         group = rewards[members].astype(np.float64)
         advantages[members] = (group - group.mean()) * len(group) / (len(group) - 1)
     return advantages.astype(np.float32)
@@ -136,9 +136,8 @@ ADVANTAGES: dict[str, Callable[[Outcomes, AdvantageConfig], Ragged]] = {
 
 
 def estimate(outcomes: Outcomes, config: AdvantageConfig) -> Ragged:
-    """The estimator that config.name says, whitened if asked for."""
-    advantages = ADVANTAGES[config.name](outcomes, config)
-    return whiten(advantages, outcomes.masks) if config.whiten else advantages
+    """By the estimator that config.name says; not whitened yet, since a critic's returns follow from it."""
+    return ADVANTAGES[config.name](outcomes, config)
 
 
 def whiten(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Ragged:
@@ -151,7 +150,7 @@ def whiten(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Ragged:
     return [np.where(c, (v - mean) / scale, 0.0).astype(np.float32) for v, c in zip(values, counted, strict=True)]
 
 
-def _groups(rewards: Rewards, group_ids: GroupIds) -> list[np.ndarray]:
+def groups_with_signal(rewards: Rewards, group_ids: GroupIds) -> list[np.ndarray]:
     """Index arrays of the groups that carry a signal: more than one member, not all rewards equal."""
     groups = (np.flatnonzero(group_ids == g) for g in np.unique(group_ids))
     return [m for m in groups if len(m) > 1 and np.any(rewards[m] != rewards[m[0]])]

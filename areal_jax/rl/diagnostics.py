@@ -78,9 +78,9 @@ def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfi
     epsilon = loss.tokens.epsilon
     sums = {
         "histogram_r": _histogram(r_log, mask),
-        "max_r": _extreme(jnp.max, jnp.exp(r_log), mask),
-        "min_r": -_extreme(jnp.max, -jnp.exp(r_log), mask),
-        "min_epsilon": -_extreme(jnp.max, -epsilon, mask),
+        "max_r": _largest(jnp.exp(r_log), mask),
+        "min_r": -_largest(-jnp.exp(r_log), mask),
+        "min_epsilon": -_largest(-epsilon, mask),
         "sample_r": effective_sample(r_log, x),
     }
     if reads_proximal(config):
@@ -98,8 +98,8 @@ def token_sums(loss: PolicyLoss, entropy: Float[Array, "R L"], config: LossConfi
         }
         sums |= {
             "histogram_w": _histogram(w_log, mask),
-            "max_w": _extreme(jnp.max, w, mask),
-            "min_w": -_extreme(jnp.max, -w, mask),
+            "max_w": _largest(w, mask),
+            "min_w": -_largest(-w, mask),
             "sample_w": effective_sample(w_log, x),
         }
         if config.proximal_check:
@@ -125,8 +125,8 @@ def _k3(log_r: Array) -> Array:
     return jnp.expm1(log_r) - log_r
 
 
-def _extreme(reduce: Any, values: Array, mask: Array) -> Array:
-    return reduce(jnp.where(mask > 0, values, -jnp.inf))
+def _largest(values: Array, mask: Array) -> Array:
+    return jnp.max(jnp.where(mask > 0, values, -jnp.inf))
 
 
 def _histogram(log_r: Array, mask: Array) -> Array:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from areal_jax.rl.advantages import groups_with_signal
 from areal_jax.types import Trajectory
 
 
@@ -53,8 +54,8 @@ def mask_zero_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Groups whose rewards are all the same, without a token that counts: they leave numerator and denominator."""
     rewards = np.array([t.reward for t in trajectories])
     groups = np.array([t.prompt_id for t in trajectories])
-    flat = {g for g in np.unique(groups) if np.ptp(rewards[groups == g]) == 0}
-    return [masked(t) if t.prompt_id in flat else t for t in trajectories]
+    kept = {i for members in groups_with_signal(rewards, groups) for i in members}
+    return [t if i in kept else masked(t) for i, t in enumerate(trajectories)]
 
 
 def is_truncated(trajectory: Trajectory) -> bool:

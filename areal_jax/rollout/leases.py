@@ -30,9 +30,9 @@ class _Holder:
 
 @dataclasses.dataclass(frozen=True)
 class BusySpan:
-    """When a sampler worked, in time.monotonic() of the trainer; as exact as its reports are frequent."""
+    """When a role worked, in time.monotonic() of the trainer; of a sampler, as exact as its reports are frequent."""
 
-    sampler: str
+    role: str
     start: float
     end: float
 
