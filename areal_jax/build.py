@@ -97,13 +97,11 @@ def model_on(
     dtype = config.model.compute_dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
-    key, rows = {
-        "trainer": ("trainer.micro_batch_rows", config.trainer.micro_batch_rows),
-        "sampler": ("rollout.slots", config.rollout.slots),
-    }[role]
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % shards:
-        raise UserError(f"{key} is {rows} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple")
+    slots, shards = config.rollout.slots, sharding.row_shards(mesh)
+    if role == "sampler" and slots % shards:
+        raise UserError(
+            f"rollout.slots is {slots} and the sampler's mesh has data x fsdp = {shards}: make it a multiple"
+        )
     tensor = mesh.shape["tensor"]
     for name in ("heads", "kv_heads", "d_ff"):
         size = getattr(model_config, name)

@@ -180,7 +180,6 @@ def validate(config: ml_collections.ConfigDict) -> None:
     model, rollout, trainer, data = config.model, config.rollout, config.trainer, config.data
     samples = trainer.batch_prompts * rollout.group_size
     longest = rollout.max_prompt_length + rollout.max_response_length
-    shards = config.mesh.trainer.data * config.mesh.trainer.fsdp
     for role in ("trainer", "sampler"):
         for axis, size in config.mesh[role].items():
             _require(size == -1 or size >= 1, f"mesh.{role}.{axis} is {size}: expected at least 1, or -1 for the rest")
@@ -235,11 +234,6 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"over_stale {rollout.over_stale!r}: only with max_staleness=0 and over_stale='train' is it exact",
     )
     objective.validate(config)
-    _require(
-        shards < 0 or trainer.micro_batch_rows % shards == 0,
-        f"trainer.micro_batch_rows is {trainer.micro_batch_rows}, and mesh.trainer.data x fsdp = {shards} does not "
-        "divide it: make it a multiple",
-    )
     report_bytes = 2 * rollout.slots * (16 * longest + 512)  # training and evaluation samples of a full sampler
     _require(
         config.transport.max_message_bytes >= report_bytes,

@@ -13,6 +13,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from areal_jax import sharding
 from areal_jax.data import packing
 from areal_jax.data.packing import Layout
 from areal_jax.models.critic import build_critic
@@ -50,7 +51,9 @@ class Learner:
         self.optimizer = make_optimizer(OptimizerConfig(o.b1, o.b2, o.eps, o.weight_decay, o.max_grad_norm))
         self.loss = loss_config(config)
         self._packer = packing.PackingConfig(
-            t.row_length, t.micro_batch_rows, r.max_prompt_length + r.max_response_length
+            t.row_length,
+            t.micro_batch_rows * sharding.row_shards(model.mesh),
+            r.max_prompt_length + r.max_response_length,
         )
         samples = t.batch_prompts * r.group_size
         most = -(-(samples + r.group_size - 1) // t.minibatches)  # dropping can make a batch a ragged group longer

@@ -140,8 +140,7 @@ def _state_bytes(model: Model) -> int:
 
 def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
     state, shape = _state_bytes(model), dict(model.mesh.shape)
-    rows = config.trainer.micro_batch_rows // (shape["data"] * shape["fsdp"])
-    row = config.trainer.row_length
+    rows, row = config.trainer.micro_batch_rows, config.trainer.row_length
     items = {
         "parameters (float32)": state,
         "optimizer state (float32)": 2 * state,

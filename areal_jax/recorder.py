@@ -80,6 +80,7 @@ class Recorder:
         took = now - self._last
         busy = self._sampler_busy()
         occupancy = self._coordinator.occupancy()
+        spans, started_ahead = self._coordinator.activity()
         self._done += 1
         record: Record = {
             "kind": "step",
@@ -89,6 +90,7 @@ class Recorder:
             "seconds_left": (now - self._began) / self._done * (self._steps - version),
             **named,
             **diagnostics.batch_metrics(batch),
+            "staleness/started_ahead": started_ahead,
             "reward/timeouts": sum(s.grading_timeouts for s in self._coordinator.sampler_stats().values()),
             "queue/occupancy": occupancy,
             "queue/capacity": self._capacity,
@@ -102,14 +104,13 @@ class Recorder:
         self._warn_about_queue(occupancy, self._waited / took)
         for t in batch[:TRANSCRIPTS]:
             self._transcript(version, t)
-        self._write_timeline(version, now)
+        self._write_timeline(version, [BusySpan("trainer", self._waiting_from + self._waited, now), *spans])
         self.collect_evaluations()
         self._last = now
 
-    def _write_timeline(self, version: int, now: float) -> None:
+    def _write_timeline(self, version: int, spans: Sequence[BusySpan]) -> None:
         """When each role worked since the last step."""
         zero = self._began - self._offset
-        spans = [BusySpan("trainer", self._waiting_from + self._waited, now), *self._coordinator.busy_spans()]
         for s in spans:
             line = {"version": version, "role": s.role, "start": s.start - zero, "end": s.end - zero}
             self._timeline.write(json.dumps(line) + "\n")

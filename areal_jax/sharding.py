@@ -6,6 +6,8 @@ axes `data`, `fsdp` and `tensor`. Changing how a model is laid out means changin
 
 from __future__ import annotations
 
+import math
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -57,6 +59,11 @@ def mesh_sizes(shape: dict[str, int], devices: int) -> dict[str, int]:
             "(one of them may be -1, the rest)"
         )
     return {axis: devices // known if s == -1 else s for axis, s in zip(MESH_AXES, sizes, strict=True)}
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Over how many devices the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def spec(axes: Axes) -> PartitionSpec:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from areal_jax import evaluate
+from areal_jax import evaluate, sharding
 from areal_jax.data import packing
 from areal_jax.data.prompts import RecordStream, fixed_prompts
 from areal_jax.data.sources import Source
@@ -84,8 +84,9 @@ def warm_start(
     config: WarmStartConfig, model: Model, program: Program, grader: Grader, data: Data, progress: Progress
 ) -> WarmStart:
     """Runs both stages from fresh parameters."""
+    shards = sharding.row_shards(model.mesh)
     packer = packing.PackingConfig(
-        config.row_length, config.rows, config.max_prompt_length + config.max_response_length
+        config.row_length, -(-config.rows // shards) * shards, config.max_prompt_length + config.max_response_length
     )
     examples = _Examples(config, data, packer)
     optimizer = make_optimizer(OptimizerConfig())
@@ -163,14 +164,14 @@ class _Examples:
     def __init__(self, config: WarmStartConfig, data: Data, packer: packing.PackingConfig):
         self._stream = RecordStream(data.train, config.seed)
         self._rng = np.random.default_rng([config.seed, 1])
-        self._tokenizer, self._packer = data.tokenizer, packer
+        self._tokenizer, self._packer, self._rows = data.tokenizer, packer, config.rows
         self._left: list[Trajectory] = []
 
     def next_batch(self, direct_fraction: float) -> tuple[TrainBatch, packing.Layout]:
         kept: list[Trajectory] = []
         for example in self._examples(direct_fraction):
             lengths = [len(t.tokens) for t in [*kept, example]]
-            if len(packing.assign_rows(lengths, self._packer.row_length)) > self._packer.rows:
+            if len(packing.assign_rows(lengths, self._packer.row_length)) > self._rows:
                 self._left = [example]
                 break
             kept.append(example)

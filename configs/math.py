@@ -105,7 +105,7 @@ def qwen2_5_1_5b() -> ml_collections.ConfigDict:
     """
     c = _pretrained("Qwen/Qwen2.5-1.5B-Instruct")
     c.launch.samplers = 2
-    c.trainer.micro_batch_rows = 4
+    c.trainer.micro_batch_rows = 2
     return c
 
 
@@ -118,7 +118,7 @@ def qwen3_1_7b() -> ml_collections.ConfigDict:
     c.rollout.max_response_length = 3584
     c.rollout.slots = 56
     c.launch.samplers = 4
-    c.trainer.micro_batch_rows = 4
+    c.trainer.micro_batch_rows = 1
     return c
 
 
@@ -162,7 +162,7 @@ def r1_distill_qwen_1_5b() -> ml_collections.ConfigDict:
     c.rollout.max_response_length = 15360
     c.rollout.slots = 64
     c.trainer.row_length = 16384
-    c.trainer.micro_batch_rows = 4
+    c.trainer.micro_batch_rows = 1
     c.launch.samplers = 4
     return c
 
@@ -177,7 +177,7 @@ def r1_distill_qwen_7b() -> ml_collections.ConfigDict:
     c.rollout.max_response_length = 7168
     c.rollout.slots = 32
     c.trainer.row_length = 8192
-    c.trainer.micro_batch_rows = 8
+    c.trainer.micro_batch_rows = 1
     c.launch.samplers = 8
     return c
 

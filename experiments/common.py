@@ -79,6 +79,24 @@ def evaluation_curve(workdir: pathlib.Path, **labels: Any) -> list[dict[str, Any
     ]
 
 
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws to files and needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+    """Writes `path`.png and .svg, and is done with the figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=120)
+    pyplot().close(figure)
+
+
 def draw_curve(panel: Any, points: Sequence[dict[str, Any]], seed: int, **style: Any) -> None:
     """Held-out accuracy at temperature 1, with its standard error, against the policy version; a marker per seed."""
     panel.errorbar(

@@ -63,11 +63,7 @@ def main() -> None:
 
 def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) -> None:
     """Held-out accuracy against training step, a panel per preset, every seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
     styles = {"tiny": (0, "tab:blue", "-"), "tiny, shuffled rewards": (0, "tab:gray", "--")}
     styles["tiny-skill"] = (1, "tab:green", "-")
@@ -85,9 +81,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
         panel.set(xlabel="training step (policy version)", ylim=(0, 1))
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False)
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"learning_curves.{suffix}", dpi=130)
-    plt.close(figure)
+    common.save_figure(figure, directory / "learning_curves")
 
 
 def report(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) -> None:

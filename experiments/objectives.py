@@ -66,11 +66,7 @@ def main() -> None:
 
 def plot(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None:
     """Held-out accuracy against training step: a panel per objective, every seed, the default behind it in grey."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     columns = 5
     rows = -(-len(CONDITIONS) // columns)
     figure, panels = plt.subplots(rows, columns, figsize=(14, 3 * rows), sharex=True, sharey=True, layout="constrained")
@@ -86,9 +82,7 @@ def plot(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None:
     panels.flat[0].legend(fontsize=8, loc="lower right")
     figure.supxlabel("training step (policy version)")
     figure.supylabel("held-out accuracy (temperature 1, ± 1 s.e.); grey: decoupled_ppo, the default")
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"objectives.{suffix}", dpi=110)
-    plt.close(figure)
+    common.save_figure(figure, directory / "objectives")
 
 
 def report(directory: pathlib.Path, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -60,11 +60,7 @@ def main() -> None:
 
 
 def plot(directory: pathlib.Path, name: str, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, panel = plt.subplots(figsize=(6, 4.2), layout="constrained")
     for row in rows:
         mine = [c for c in curves if c["seed"] == row["seed"]]
@@ -77,9 +73,7 @@ def plot(directory: pathlib.Path, name: str, rows: list[dict[str, Any]], curves:
     )
     panel.grid(alpha=0.3)
     panel.legend(frameon=False)
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"curves.{suffix}", dpi=130)
-    plt.close(figure)
+    common.save_figure(figure, directory / "curves")
 
 
 def report(directory: pathlib.Path, config: str, rows: list[dict[str, Any]]) -> None:

@@ -26,6 +26,8 @@ from experiments import common
 from experiments.objectives import CONDITIONS
 
 COLUMNS = ("heldout_before", "heldout_after", "heldout_after_standard_error", "staleness_mean", "staleness_max")
+UNBOUNDED = 10**6
+"""Samples that may wait for the trainer: so many that nothing but eta bounds their age."""
 TIMES = ("trained_tokens_per_second", "trainer_busy", "sampler_busy", "seconds_rl")
 
 
@@ -50,7 +52,7 @@ class Cell:
         if self.mode == "injected":
             exact = {"rollout.max_staleness": 0, "rollout.injected_staleness": int(self.eta)}
             return shared | exact | {"launch.kind": "colocated"}
-        return shared | {"rollout.max_staleness": self.eta}
+        return shared | {"rollout.max_staleness": self.eta, "rollout.queue_capacity": UNBOUNDED}
 
 
 def main() -> None:
@@ -75,7 +77,7 @@ def main() -> None:
     failures = run_cells(cells, options)
     finished = [c for c in cells if c not in failures]
     if not finished:
-        raise SystemExit("no cell has finished: " + "; ".join(failures.values()))
+        raise SystemExit("no cell has finished, see above")
     rows, times, curves = [], [], []
     for cell in finished:
         summary = common.run_main(cell.directory(options.runs), options.config, {})  # finished: it is read
@@ -142,15 +144,13 @@ def check(records: list[Record], cell: Cell) -> None:
         samples = r["ledger/trained"] / r["version"]
         bound = 0 if cell.mode == "injected" else cell.eta
         assert (started - 1) // samples <= r["version"] + bound, f"{started} samples started at version {r['version']}"
+        ahead = r["staleness/started_ahead"]  # at every start since the last step, not only now
+        assert ahead <= bound, f"step {r['version']}: a sample started {ahead} batches ahead of the version"
 
 
 def plot_accuracy(options: argparse.Namespace, rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
     """Final accuracy, throughput and measured staleness against eta: a dot per seed, the mean and its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     merged = [a | b for a, b in zip(rows, times, strict=True)]
     axes = (
@@ -184,18 +184,12 @@ def plot_accuracy(options: argparse.Namespace, rows: list[dict[str, Any]], times
     figure.suptitle(
         f"{options.name}, {options.mode}: means of {seeds} seeds, 95 % bootstrap intervals, every seed a dot"
     )
-    for suffix in ("png", "svg"):
-        figure.savefig(options.output / f"staleness.{suffix}", dpi=120)
-    plt.close(figure)
+    common.save_figure(figure, options.output / "staleness")
 
 
 def plot_curves(options: argparse.Namespace, curves: list[dict[str, Any]]) -> None:
     """Held-out accuracy against training step: a panel per objective and eta, every seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     shape = (len(options.objectives), len(options.etas))
     size = (2.3 * shape[1] + 1, 2.1 * shape[0] + 1)
     figure, panels = plt.subplots(*shape, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
@@ -210,9 +204,7 @@ def plot_curves(options: argparse.Namespace, curves: list[dict[str, Any]]) -> No
             panel.grid(alpha=0.3)
     figure.supxlabel("training step (policy version)")
     figure.supylabel("held-out accuracy (temperature 1)")
-    for suffix in ("png", "svg"):
-        figure.savefig(options.output / f"curves.{suffix}", dpi=110)
-    plt.close(figure)
+    common.save_figure(figure, options.output / "curves")
 
 
 def report(
@@ -235,6 +227,7 @@ def report(
         tables.append(f"## {title}\n\n{common.markdown_table(lines)}")
     failed = "\n".join(f"- {cell}: {error}" for cell, error in failures.items()) or "None."
     command = f"python -m experiments.staleness_sweep --mode={options.mode} --name={options.name}"
+    command += f" --parallel={options.parallel}" if options.parallel > 1 else ""
     command += f" --config={options.config}" if options.config != "configs/math.py" else ""
     command += " --etas " + " ".join(f"{e:g}" for e in options.etas)
     command += " --objectives " + " ".join(f"'{o}'" if " " in o else o for o in options.objectives)

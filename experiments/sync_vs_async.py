@@ -73,11 +73,7 @@ def workdir_of(options: argparse.Namespace, condition: str, i: int) -> pathlib.P
 
 def plot_timeline(directory: pathlib.Path, spans: dict[str, list[dict[str, Any]]]) -> None:
     """When trainer and samplers worked, in the middle of the last round's run of each condition."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, panels = plt.subplots(len(spans), 1, figsize=(11, 1.35 * len(spans) + 0.6), layout="constrained")
     for panel, (condition, lines) in zip(panels, spans.items(), strict=True):
         roles = sorted({s["role"] for s in lines}, key=lambda role: role != "trainer")
@@ -89,18 +85,12 @@ def plot_timeline(directory: pathlib.Path, spans: dict[str, list[dict[str, Any]]
         panel.set_yticklabels(roles)
         panel.set_title(condition, fontsize=9, loc="left")
     panels[-1].set_xlabel("seconds, from the middle of the run; a bar is work, a gap is waiting")
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"timeline.{suffix}", dpi=120)
-    plt.close(figure)
+    common.save_figure(figure, directory / "timeline")
 
 
 def plot_accuracy(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None:
     """Held-out accuracy against wall time, every round."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
     for i, condition in enumerate(CONDITIONS):
         for r in sorted({c["seed"] for c in curves}):
@@ -110,9 +100,7 @@ def plot_accuracy(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None
     panel.set(xlabel="seconds of RL", ylabel="held-out accuracy (temperature 1)", ylim=(0, 1))
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8, loc="lower right")
-    for suffix in ("png", "svg"):
-        figure.savefig(directory / f"accuracy.{suffix}", dpi=120)
-    plt.close(figure)
+    common.save_figure(figure, directory / "accuracy")
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

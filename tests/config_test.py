@@ -53,7 +53,6 @@ def test_every_key_is_checked_or_free():
         ({"mesh.trainer.data": 0}, ["mesh.trainer.data is 0"]),
         ({"mesh.sampler.fsdp": -2}, ["mesh.sampler.fsdp is -2"]),
         ({"transport.max_message_bytes": 4096}, ["max_message_bytes is 4096", "slots = 64"]),
-        ({"mesh.trainer.data": 3}, ["micro_batch_rows is 16", "data x fsdp = 3"]),
         ({"mesh.sampler.tensor": 3}, ["mesh.sampler.tensor is 3", "model.heads = 8"]),
         ({"model.kv_heads": 3}, ["heads is 8", "kv_heads 3"]),
         ({"model.head_dim": 15}, ["head_dim is 15", "even"]),

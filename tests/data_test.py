@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_jax import warm_start
 from areal_jax.data import arithmetic, packing, prompts, tokenizer
 from areal_jax.data.sources import SourceConfig, open_source
 from areal_jax.data.templates import Template, TemplateConfig
@@ -122,6 +123,18 @@ def test_a_supervised_example_trains_on_the_response_and_its_end():
     example = supervised_example("1+2=", "#3", t)
     assert example.tokens.tolist() == [*t.encode("1+2=#3"), t.eos_token_id]
     assert example.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_warm_start_reads_the_same_examples_however_its_rows_are_rounded_up_to_the_mesh():
+    source = [{"prompt": f"{i}+1=", "worked": f"0+0+0=00#{i + 1}", "direct": f"#{i + 1}"} for i in range(40)]
+    data = warm_start.Data(source, source, tokenizer.build_character_tokenizer(arithmetic.ALPHABET))
+    config = warm_start.WarmStartConfig(0, 3, 32, 8, 16, 0.9, 4, 1e-3, 4, 8, 2, 0.5, 1e-3, 1e-4)
+
+    def real_tokens(rows):
+        examples = warm_start._Examples(config, data, packing.PackingConfig(32, rows, 24))
+        return [b.tokens[b.segment_ids > 0].tolist() for b, _ in (examples.next_batch(0.5) for _ in range(5))]
+
+    assert real_tokens(3) == real_tokens(8)
 
 
 lengths = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=30)

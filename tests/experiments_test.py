@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments import common, staleness_sweep
+from experiments import common, staleness_sweep, straggler
 from experiments.staleness_sweep import Cell
 
 
@@ -29,7 +29,8 @@ def fake_run(calls, fail=(), interrupt_at=None):
         for version in (1, 2, 3):
             age = min(eta, version - 1)
             counts = {"ledger/issued": 16 * version, "ledger/dropped": 0, "ledger/trained": 16 * version}
-            records.append({"kind": "step", "version": version, "staleness/hist": [0] * age + [50], **counts})
+            counts |= {"staleness/hist": [0] * age + [50], "staleness/started_ahead": 0}
+            records.append({"kind": "step", "version": version, **counts})
         accuracy = {"heldout/sampled_accuracy": 0.9 - 0.1 * eta - 0.01 * seed, "heldout/sampled_standard_error": 0.01}
         records.append({"kind": "evaluation", "version": 3, "seconds": 1.0, "heldout/greedy_accuracy": 1.0, **accuracy})
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -73,9 +74,9 @@ def test_a_cell_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_pat
     assert "None." in found["report.md"]
 
 
-def step(version, counts, started):
+def step(version, counts, started, ahead=0):
     return {"kind": "step", "version": version, "staleness/hist": counts, "ledger/issued": started + 3,
-            "ledger/dropped": 3, "ledger/trained": 16 * version}  # fmt: skip
+            "ledger/dropped": 3, "ledger/trained": 16 * version, "staleness/started_ahead": ahead}  # fmt: skip
 
 
 def test_the_checks_of_a_cell_can_fail():
@@ -83,7 +84,9 @@ def test_the_checks_of_a_cell_can_fail():
     staleness_sweep.check([step(1, [9], 16), step(2, [0, 9], 48), step(5, [0, 0, 9], 80)], exact)
     with pytest.raises(AssertionError, match="all should be 2 old"):
         staleness_sweep.check([step(5, [0, 1, 8], 80)], exact)
-    staleness_sweep.check([step(2, [9], 16 * 4)], bounded)  # floor((64 - 1) / 16) = 3 = version + eta
+    staleness_sweep.check([step(2, [9], 16 * 4, 1)], bounded)  # floor((64 - 1) / 16) = 3 = version + eta
+    with pytest.raises(AssertionError, match="step 2: a sample started 2 batches ahead"):
+        staleness_sweep.check([step(2, [9], 16 * 4, 2)], bounded)
     with pytest.raises(AssertionError, match="65 samples started at version 2"):
         staleness_sweep.check([step(2, [9], 16 * 4 + 1)], bounded)
     staleness_sweep.check([step(2, [9], 10**6)], Cell("async", float("inf"), "ppo", 0))
@@ -100,3 +103,21 @@ def test_this_machine_is_shared_out(monkeypatch):
     assert common.places(3) == [{"CUDA_VISIBLE_DEVICES": d} for d in "345"]
     with pytest.raises(SystemExit, match="expected KEY=VALUE"):
         common.parse_overrides(["trainer.steps"])
+
+
+def test_a_slow_sample_is_waited_for_only_where_nothing_else_may_start_and_is_as_old_as_it_took():
+    found = {condition: straggler.simulate(*bound) for condition, bound in straggler.CONDITIONS.items()}
+    slow = straggler.SLOW_FACTOR * straggler.LENGTH
+    assert all(s["over_eq3"] <= 0 for run in found.values() for s in run)
+    assert max(s["waited"] for s in found["η = 0"]) >= slow
+    assert all(max(s["waited"] for s in run) < slow / 8 for c, run in found.items() if c != "η = 0")
+    assert max(s["oldest"] for s in found["η = 0"]) == 0
+    for condition, bound in (("η = 1", 1), ("η = 4", 4)):
+        assert (
+            max(s["oldest_in_other_groups"] for s in found[condition])
+            <= bound
+            < max(s["oldest"] for s in found[condition])
+        )
+    for condition in ("η = 4, drop", "η = 4, mask_tokens"):
+        assert max(s["oldest"] for s in found[condition]) <= 4
+    assert not any(s["slow_tokens"] for s in found["η = 4, drop"])

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax import sharding
 from areal_jax.learner import Learner
 from areal_jax.rl import diagnostics
 from areal_jax.rl.advantages import AdvantageConfig, estimate, group_norm
@@ -73,6 +74,13 @@ def counted_forwards(made: Learner, samples):
     made.programs = made.programs._replace(before=before)
     made.step(made.init_state(fresh(0)), samples, VERSION)
     return len(calls)
+
+
+def test_micro_batch_rows_are_those_of_one_device():
+    c = default.get_config()
+    mesh = sharding.make_mesh({"data": 2, "fsdp": 2, "tensor": 1}, jax.devices()[:4])
+    made = Learner(c, tiny_model(dataclasses.replace(TINY, layers=1), mesh))
+    assert made.empty_batch().tokens.shape[1:] == (4 * c.trainer.micro_batch_rows, c.trainer.row_length)
 
 
 @pytest.mark.parametrize(

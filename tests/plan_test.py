@@ -69,6 +69,7 @@ def test_a_preset_fits_the_slice_that_it_states_in_about_the_memory_that_it_stat
 
 def test_what_cannot_fit_is_refused_with_the_largest_part_and_the_remedy(tmp_path):
     config = preset_with_shape("r1-distill-qwen-7b", tmp_path)
+    config.trainer.micro_batch_rows = 8
     with pytest.raises(UserError) as error:
         plan.report(plan.make_plan(config, plan.Slice(1, 80 * plan.GIB), plan.Slice(1, 80 * plan.GIB)), False)
     for words in (
@@ -78,12 +79,10 @@ def test_what_cannot_fit_is_refused_with_the_largest_part_and_the_remedy(tmp_pat
         "mesh.trainer.fsdp",
     ):
         assert words in str(error.value)
-    config.trainer.micro_batch_rows = 6
-    with pytest.raises(UserError, match="micro_batch_rows is 6 and the trainer's mesh has data x fsdp = 4"):
-        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(1, plan.GIB))
+    with pytest.raises(UserError, match="slots is 32 and the sampler's mesh has data x fsdp = 3"):
+        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(3, plan.GIB))
     config.mesh.sampler.tensor = 8
     config.mesh.sampler.data = 1
-    config.trainer.micro_batch_rows = 8
     with pytest.raises(UserError, match="tensor is 8 and does not divide the model's heads = 28"):
         plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(8, plan.GIB))
 

@@ -18,6 +18,7 @@ class AdmissionGate:
             raise ValueError(f"batch_samples {batch_samples} must be positive and max_staleness {max_staleness} >= 0")
         self.batch_samples, self.max_staleness, self._injected = batch_samples, max_staleness, injected
         self.started = 0
+        self._ahead = 0
 
     def offered(self, version: int) -> int:
         """The version that samplers are told is the newest."""
@@ -37,9 +38,15 @@ class AdmissionGate:
         if not self.may_start(samples, version):
             raise ValueError(f"{self.started} + {samples} samples at version {version} exceed the staleness bound")
         self.started += samples
+        self._ahead = max(self._ahead, self._batch_of(self.started) - version)
         if math.isinf(self.max_staleness):
             return 0
         return max(0, self._batch_of(self.started) - math.floor(self.max_staleness) - self._injected)
+
+    def take_ahead(self) -> int:
+        """The most that floor((N - 1) / B) - version was when a sample started since the last call, at least 0."""
+        ahead, self._ahead = self._ahead, 0
+        return ahead
 
     def refund(self, samples: int) -> None:
         """Takes back samples that will never be trained on."""

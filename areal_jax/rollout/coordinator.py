@@ -208,10 +208,10 @@ class Coordinator:
         with self._changed:
             return self._queue.samples
 
-    def busy_spans(self) -> list[BusySpan]:
-        """What samplers reported to have worked since the last call."""
+    def activity(self) -> tuple[list[BusySpan], int]:
+        """Since the last call: what samplers worked, and how many batches ahead of the version samples started."""
         with self._changed:
-            return self._holders.take_spans()
+            return self._holders.take_spans(), self._gate.take_ahead()
 
     def counts(self) -> dict[str, int]:
         """The ledger's balance."""
