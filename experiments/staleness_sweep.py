@@ -25,6 +25,15 @@ from areal_jax.metrics import Record, read_metrics
 from experiments import common
 from experiments.objectives import CONDITIONS
 
+OBJECTIVES: dict[str, dict[str, Any]] = CONDITIONS | {
+    "decoupled_ppo, cap 1": {"loss.name": "decoupled_ppo", "loss.importance_cap": 1.0},
+    "decoupled_ppo, no weight": {"loss.name": "decoupled_ppo", "loss.importance_weight": "none"},
+    "decoupled_ppo, rate 1e-4": {
+        "loss.name": "decoupled_ppo", "optimizer.learning_rate": 1e-4, "optimizer.final_learning_rate": 1e-4,
+    },
+    "decoupled_ppo, kl": {"loss.name": "decoupled_ppo", "loss.kl_coefficient": 0.01},
+}  # fmt: skip
+"""What --objectives may name."""
 COLUMNS = ("heldout_before", "heldout_after", "heldout_after_standard_error", "staleness_mean", "staleness_max")
 UNBOUNDED = 10**6
 """Samples that may wait for the trainer: so many that nothing but eta bounds their age."""
@@ -48,7 +57,7 @@ class Cell:
         return (runs / f"{self.mode}-eta{self.eta:g}-{name}-seed{self.seed}").absolute()
 
     def overrides(self) -> dict[str, Any]:
-        shared = {"seed": self.seed, **CONDITIONS[self.objective]}
+        shared = {"seed": self.seed, **OBJECTIVES[self.objective]}
         if self.mode == "injected":
             exact = {"rollout.max_staleness": 0, "rollout.injected_staleness": int(self.eta)}
             return shared | exact | {"launch.kind": "colocated"}
@@ -62,7 +71,7 @@ def main() -> None:
     cli.add_argument("--mode", choices=("async", "injected"), default="async")
     cli.add_argument("--etas", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16, math.inf])
     objectives = ["reinforce", "ppo", "decoupled_ppo", "staleness_ppo"]
-    cli.add_argument("--objectives", nargs="+", choices=list(CONDITIONS), default=objectives)
+    cli.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=objectives)
     cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     cli.add_argument("--parallel", type=int, default=1, help="cells side by side, each on its share of cores or GPUs")
     cli.add_argument("--name", default="embedded", help="of the sweep: names its directories")
@@ -107,7 +116,7 @@ def run_cells(cells: list[Cell], options: argparse.Namespace) -> dict[Cell, str]
             shutil.rmtree(workdir, ignore_errors=True)  # of a sweep that was killed: begun again, not resumed
         place = free.get()
         try:
-            common.run_main(workdir, options.config, cell.overrides() | extra, place)
+            common.run_main(workdir, options.config, extra | cell.overrides(), place)
             check(read_metrics(workdir), cell)
         except (RuntimeError, AssertionError) as error:
             return str(error)
