@@ -4,7 +4,7 @@
 
 The conditions take turns, round after round (a seed each), so that a noisy machine slows them alike: synchronous with
 static batches (no slot is filled until all are done), synchronous with continuous batching, asynchronous with
-max_staleness 1, 2, 4 and 8; all in the local topology. Ratios are those of one round. Runs lie under --runs; a finished
+max_staleness from --etas; all in the local topology. Ratios are those of one round. Runs lie under --runs; a finished
 one is not run again.
 """
 
@@ -19,10 +19,9 @@ from areal_jax.metrics import read_lines
 from experiments import common
 
 STATIC = "synchronous, static"
-CONDITIONS: dict[str, dict[str, Any]] = {
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
     STATIC: {"rollout.max_staleness": 0, "rollout.batching": "static"},
     "synchronous, continuous": {"rollout.max_staleness": 0},
-    **{f"asynchronous, η = {eta}": {"rollout.max_staleness": eta} for eta in (1, 2, 4, 8)},
 }
 COLUMNS = (
     "seconds_rl",
@@ -41,6 +40,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--config", default="configs/math.py")
     cli.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run's config")
+    cli.add_argument("--etas", type=int, nargs="+", default=[1, 2, 4, 8])
     cli.add_argument("--rounds", type=int, default=5)
     cli.add_argument("--name", default="embedded")
     cli.add_argument("--output", type=pathlib.Path, default=None)
@@ -50,9 +50,10 @@ def main() -> None:
     options.runs = options.runs or pathlib.Path("runs/sync_vs_async") / options.name
     shared = {"launch.kind": "local", **common.parse_overrides(options.set)}
     common.run_main(workdir_of(options, "warm", 0), options.config, shared | {"trainer.steps": 1, "seed": 0})
+    conditions = SYNCHRONOUS | {f"asynchronous, η = {e}": {"rollout.max_staleness": e} for e in options.etas}
     rows, curves = [], []
     for i in range(options.rounds):
-        for condition, overrides in CONDITIONS.items():
+        for condition, overrides in conditions.items():
             workdir = workdir_of(options, condition, i)
             summary = common.run_main(workdir, options.config, {"seed": i % 3, **shared, **overrides})
             rows.append({"round": i, "condition": condition, **{c: summary[c] for c in COLUMNS}})
@@ -60,7 +61,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     common.write_csv(options.output / "runs.csv", rows)
     common.write_csv(options.output / "curves.csv", curves)
-    spans = {c: read_lines(workdir_of(options, c, options.rounds - 1) / "timeline.jsonl") for c in CONDITIONS}
+    spans = {c: read_lines(workdir_of(options, c, options.rounds - 1) / "timeline.jsonl") for c in conditions}
     plot_timeline(options.output, spans)
     plot_accuracy(options.output, curves)
     report(options, rows)
@@ -92,7 +93,7 @@ def plot_accuracy(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None
     """Held-out accuracy against wall time, every round."""
     plt = common.pyplot()
     figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, condition in enumerate(CONDITIONS):
+    for i, condition in enumerate(dict.fromkeys(c["condition"] for c in curves)):
         for r in sorted({c["seed"] for c in curves}):
             mine = [c for c in curves if c["condition"] == condition and c["seed"] == r]
             label = condition if r == 0 else None
@@ -106,7 +107,7 @@ def plot_accuracy(directory: pathlib.Path, curves: list[dict[str, Any]]) -> None
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     base = [r["trained_tokens_per_second"] for r in rows if r["condition"] == STATIC]
     table = []
-    for condition in CONDITIONS:
+    for condition in dict.fromkeys(r["condition"] for r in rows):
         mine = [r for r in rows if r["condition"] == condition]
         ratios = [r["trained_tokens_per_second"] / b for r, b in zip(mine, base, strict=True)]
         low, high = common.bootstrap_interval(ratios)
@@ -120,6 +121,7 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         + "\n\n![timeline](timeline.png)\n\n![accuracy](accuracy.png)"
     )
     command = f"python -m experiments.sync_vs_async --rounds={options.rounds} --name={options.name}"
+    command += " --etas " + " ".join(map(str, options.etas))
     command += f" --config={options.config}" if options.config != "configs/math.py" else ""
     command += (" --set " + " ".join(options.set)) if options.set else ""
     common.write_report(options.output, f"Synchronous against asynchronous: {options.name}", command, body)
