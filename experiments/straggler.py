@@ -81,7 +81,8 @@ def simulate(eta: float, over_stale: str) -> list[dict[str, Any]]:
     coordinator = make_coordinator(eta, over_stale)
     sampler = Sampler(coordinator)
     steps: list[dict[str, Any]] = []
-    busy_until, idle_since, batch, tick, most_over = 0, 0, [], 0, -math.inf
+    batch: list[Trajectory] = []
+    busy_until, idle_since, tick, most_over = 0, 0, 0, -math.inf
     while len(steps) < STEPS:
         if tick % CHUNK == 0:
             sampler.report()
