@@ -98,9 +98,10 @@ def model_on(
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
     slots, shards = config.rollout.slots, sharding.row_shards(mesh)
-    if role == "sampler" and slots % shards:
+    samples = role == "sampler" or config.warm_start.enabled or config.launch.kind == "colocated"
+    if samples and slots % shards:
         raise UserError(
-            f"rollout.slots is {slots} and the sampler's mesh has data x fsdp = {shards}: make it a multiple"
+            f"rollout.slots is {slots} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple"
         )
     tensor = mesh.shape["tensor"]
     for name in ("heads", "kv_heads", "d_ff"):

@@ -141,6 +141,8 @@ def _state_bytes(model: Model) -> int:
 def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
     state, shape = _state_bytes(model), dict(model.mesh.shape)
     rows, row = config.trainer.micro_batch_rows, config.trainer.row_length
+    if config.warm_start.enabled:
+        rows = max(rows, -(-config.warm_start.rows // sharding.row_shards(model.mesh)))
     items = {
         "parameters (float32)": state,
         "optimizer state (float32)": 2 * state,

@@ -33,7 +33,7 @@ from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_opt
 from areal_jax.transport.weights import restore
 from areal_jax.types import PROMPT_VERSION, Params, PolicySnapshot, Targets, TrainBatch, Trajectory, UserError
 
-FORMAT = 2  # raise it when a change of the code changes the result
+FORMAT = 3  # raise it when a change of the code changes the result
 
 
 @dataclasses.dataclass(frozen=True)

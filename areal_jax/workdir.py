@@ -37,6 +37,19 @@ def lock(workdir: pathlib.Path) -> IO[str]:
     return file
 
 
+def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What two configs, flattened, compute differently: '' or the first key with both values."""
+    for key in sorted(mine.keys() | theirs.keys()):
+        if not key.startswith(FREE) and mine.get(key) != theirs.get(key):
+            return f"config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here"
+    return ""
+
+
+def recorded(workdir: pathlib.Path) -> dict[str, Any]:
+    """The config, flattened, of the run in a workdir."""
+    return dict(json.loads((workdir / "config.json").read_text())["config"])
+
+
 def prepare(workdir: pathlib.Path, config: ml_collections.ConfigDict, overrides: dict[str, Any]) -> None:
     """Writes config.json into a new workdir; lets an unfinished run of the same config go on.
 
@@ -45,13 +58,11 @@ def prepare(workdir: pathlib.Path, config: ml_collections.ConfigDict, overrides:
     mine = json.loads(json.dumps(flatten(config)))
     path = workdir / "config.json"
     if path.exists():
-        theirs = json.loads(path.read_text())["config"]
-        for key in sorted(mine.keys() | theirs.keys()):
-            if not key.startswith(FREE) and mine.get(key) != theirs.get(key):
-                raise UserError(
-                    f"{workdir} holds another run: config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} "
-                    "here. Choose another config.workdir, or the same config to go on with that run"
-                )
+        if other := difference(mine, recorded(workdir)):
+            raise UserError(
+                f"{workdir} holds another run: {other}. Choose another config.workdir, or the same config to go on "
+                "with that run"
+            )
         if (workdir / "summary.json").exists():
             raise UserError(f"{workdir} holds a finished run: choose another config.workdir, or delete it")
         return

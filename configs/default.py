@@ -161,7 +161,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.trainer.batch_prompts = 32  # prompts per training step; times rollout.group_size samples
     c.trainer.minibatches = 2  # optimiser updates per training step; divides the samples
     c.trainer.row_length = 128  # tokens of a packed row, >= prompt + response
-    c.trainer.micro_batch_rows = 4  # rows that a device has at once, >= 1
+    c.trainer.micro_batch_rows = 4  # rows that a device has at once in a training step, >= 1
     c.trainer.diagnostics = True  # measure clipping, ratios, divergences, all by staleness; False saves a little time
     c.trainer.remat = "none"  # none | dots | full: layer results that the backward computes again, to save memory
 

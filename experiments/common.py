@@ -8,14 +8,25 @@ import json
 import os
 import pathlib
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
+from ml_collections import config_flags
 
+from areal_jax.config import flatten
+from areal_jax.launch.local import accelerators
 from areal_jax.metrics import read_metrics
+from areal_jax.types import UserError
+from areal_jax.workdir import difference, lock, recorded
+
+UNBOUNDED = 10**6
+"""Samples that may wait for the trainer: so many that max_staleness alone bounds their age."""
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -24,21 +35,39 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def run_main(
     workdir: pathlib.Path, config: str, overrides: dict[str, Any], place: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """One run of the main program; a finished one is not run again. Returns its summary.
+    """One run of the main program; a finished one is not run again, an unfinished one is begun anew. Its summary.
 
     place: environment variables that give it a part of the machine (`places`).
-    Raises RuntimeError with the program's message when it fails.
+    Raises RuntimeError with the program's message when it fails, or when the workdir holds a run of another config.
     """
     summary = workdir / "summary.json"
-    if not summary.exists():
-        flags = [f"--config.{k}={v}" for k, v in ({"workdir": workdir} | overrides).items()]
-        command = [sys.executable, "-m", "areal_jax.main", f"--config={config}", *flags]
-        if place and "CORES" in place:
-            command = ["taskset", "--cpu-list", place["CORES"], *command]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | (place or {}))
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+    arguments = [f"--config={config}", *(f"--config.{k}={v}" for k, v in (overrides | {"workdir": workdir}).items())]
+    if summary.exists():
+        if other := difference(resolved(arguments), recorded(workdir)):
+            raise RuntimeError(f"{workdir} holds a run of another config: {other}. Delete it, or choose other --runs")
+        return dict(json.loads(summary.read_text()))
+    if workdir.exists():  # times and shares of a resumed run would be of its last part
+        try:
+            with lock(workdir):
+                shutil.rmtree(workdir)
+        except UserError as error:
+            raise RuntimeError(str(error)) from error
+    command = [sys.executable, "-m", "areal_jax.main", *arguments]
+    if place and "CORES" in place:
+        command = ["taskset", "--cpu-list", place["CORES"], *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | (place or {}))
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
     return dict(json.loads(summary.read_text()))
+
+
+def resolved(arguments: Sequence[str]) -> dict[str, Any]:
+    """The config, flattened, that the main program makes of these arguments."""
+    values = flags.FlagValues()
+    argv = ["main", *arguments]
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    values(argv)
+    return dict(json.loads(json.dumps(flatten(values.config))))
 
 
 def places(count: int) -> list[dict[str, str]]:
@@ -47,6 +76,8 @@ def places(count: int) -> list[dict[str, str]]:
     Raises SystemExit if there are fewer of them.
     """
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not devices and (found := accelerators()):
+        devices = ",".join(map(str, range(found)))
     key, whole = ("CUDA_VISIBLE_DEVICES", devices.split(",")) if devices else ("CORES", [])
     whole = whole or [str(core) for core in sorted(os.sched_getaffinity(0))]
     size = len(whole) // count
@@ -55,26 +86,34 @@ def places(count: int) -> list[dict[str, str]]:
     return [{key: ",".join(whole[i * size : (i + 1) * size])} for i in range(count)] if count > 1 else [{}]
 
 
-def parse_overrides(pairs: Sequence[str]) -> dict[str, str]:
-    """['a.b=3'] -> {'a.b': '3'}. Raises SystemExit for what has no '='."""
+def parse_overrides(pairs: Sequence[str], owned: Iterable[str] = ()) -> dict[str, str]:
+    """['a.b=3'] -> {'a.b': '3'}.
+
+    owned: keys that the experiment sets itself. Raises SystemExit for those, and for what has no '='.
+    """
     for pair in pairs:
         if "=" not in pair:
             raise SystemExit(f"--set {pair}: expected KEY=VALUE")
+        if pair.split("=", 1)[0] in {"workdir", "seed", *owned}:
+            raise SystemExit(f"--set {pair}: this key is what the experiment varies; leave it out")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def evaluation_curve(workdir: pathlib.Path, **labels: Any) -> list[dict[str, Any]]:
-    """The held-out measurements of a run, in order, each with the labels."""
+    """The held-out measurements of a run, in order, each with the labels; `seconds` are those at which the policy was
+    there, not those at which its measurement was done."""
+    records = read_metrics(workdir)
+    published = {r["version"]: r["seconds"] for r in records if r["kind"] == "step"}
     return [
         {
             **labels,
             "version": r["version"],
-            "seconds": r["seconds"],
+            "seconds": published.get(r["version"], 0.0),
             "sampled": r["heldout/sampled_accuracy"],
             "standard_error": r["heldout/sampled_standard_error"],
             "greedy": r["heldout/greedy_accuracy"],
         }
-        for r in read_metrics(workdir)
+        for r in records
         if r["kind"] == "evaluation"
     ]
 
@@ -111,17 +150,20 @@ def draw_curve(panel: Any, points: Sequence[dict[str, Any]], seed: int, **style:
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, draws: int = 10_000) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean; with few values it is narrow by nature: show the values too."""
+    """Percentile bootstrap interval of the mean. Of two or three values it is their range: show the values too."""
     samples = np.random.default_rng(0).choice(np.asarray(values), (draws, len(values))).mean(axis=1)
     low, high = np.quantile(samples, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    mean = float(np.mean(values))  # within the interval, whatever the rounding of equal values
+    return min(float(low), mean), max(float(high), mean)
 
 
 def machine() -> str:
     """The machine and the versions that a figure belongs to."""
     packages = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "flax", "optax", "orbax-checkpoint"))
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} CPU cores ({platform.machine()}), Python {platform.python_version()}, {packages}"
+    cores, devices = len(os.sched_getaffinity(0)), accelerators()
+    return (f"{devices} accelerators, " if devices else "") + (
+        f"{cores} CPU cores ({platform.machine()}), Python {platform.python_version()}, {packages}"
+    )
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import json
 import math
 import pathlib
 import queue
-import shutil
+import shlex
 from typing import Any
 
 from areal_jax.metrics import Record, read_metrics
@@ -28,15 +29,10 @@ from experiments.objectives import CONDITIONS
 OBJECTIVES: dict[str, dict[str, Any]] = CONDITIONS | {
     "decoupled_ppo, cap 1": {"loss.name": "decoupled_ppo", "loss.importance_cap": 1.0},
     "decoupled_ppo, no weight": {"loss.name": "decoupled_ppo", "loss.importance_weight": "none"},
-    "decoupled_ppo, rate 1e-4": {
-        "loss.name": "decoupled_ppo", "optimizer.learning_rate": 1e-4, "optimizer.final_learning_rate": 1e-4,
-    },
     "decoupled_ppo, kl": {"loss.name": "decoupled_ppo", "loss.kl_coefficient": 0.01},
 }  # fmt: skip
 """What --objectives may name."""
 COLUMNS = ("heldout_before", "heldout_after", "heldout_after_standard_error", "staleness_mean", "staleness_max")
-UNBOUNDED = 10**6
-"""Samples that may wait for the trainer: so many that nothing but eta bounds their age."""
 TIMES = ("trained_tokens_per_second", "trainer_busy", "sampler_busy", "seconds_rl")
 
 
@@ -61,7 +57,8 @@ class Cell:
         if self.mode == "injected":
             exact = {"rollout.max_staleness": 0, "rollout.injected_staleness": int(self.eta)}
             return shared | exact | {"launch.kind": "colocated"}
-        return shared | {"rollout.max_staleness": self.eta, "rollout.queue_capacity": UNBOUNDED}
+        bound = {"rollout.max_staleness": self.eta, "rollout.queue_capacity": common.UNBOUNDED}
+        return shared | bound | {"launch.kind": "local"}
 
 
 def main() -> None:
@@ -69,7 +66,7 @@ def main() -> None:
     cli.add_argument("--config", default="configs/math.py")
     cli.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run's config")
     cli.add_argument("--mode", choices=("async", "injected"), default="async")
-    cli.add_argument("--etas", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16, math.inf])
+    cli.add_argument("--etas", type=float, nargs="+", help="default: 0 1 2 4 8 16, and inf in the mode async")
     objectives = ["reinforce", "ppo", "decoupled_ppo", "staleness_ppo"]
     cli.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=objectives)
     cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -80,6 +77,7 @@ def main() -> None:
     options = cli.parse_args()
     options.output = options.output or common.RESULTS / "staleness_sweep" / f"{options.name}-{options.mode}"
     options.runs = options.runs or pathlib.Path("runs/staleness_sweep") / options.name
+    options.etas = options.etas or [0, 1, 2, 4, 8, 16] + [math.inf] * (options.mode == "async")
     if options.mode == "injected" and any(not float(eta).is_integer() for eta in options.etas):
         raise SystemExit(f"--etas={options.etas}: injected staleness is a number of versions, inf has no meaning there")
     cells = [Cell(options.mode, eta, o, s) for s in options.seeds for eta in options.etas for o in options.objectives]
@@ -89,7 +87,7 @@ def main() -> None:
         raise SystemExit("no cell has finished, see above")
     rows, times, curves = [], [], []
     for cell in finished:
-        summary = common.run_main(cell.directory(options.runs), options.config, {})  # finished: it is read
+        summary = json.loads((cell.directory(options.runs) / "summary.json").read_text())
         curve = common.evaluation_curve(cell.directory(options.runs), **cell.labels())
         best = max(point["sampled"] for point in curve)
         rows.append(cell.labels() | {c: summary[c] for c in COLUMNS} | {"best": best})
@@ -98,7 +96,7 @@ def main() -> None:
     common.write_csv(options.output / "runs.csv", rows)
     common.write_csv(options.output / "times.csv", times)
     common.write_csv(options.output / "curves.csv", curves)
-    plot_accuracy(options, rows, times)
+    plot_accuracy(options, rows, times, failures)
     plot_curves(options, curves)
     report(options, rows, times, failures)
 
@@ -108,18 +106,17 @@ def run_cells(cells: list[Cell], options: argparse.Namespace) -> dict[Cell, str]
     free: queue.Queue[dict[str, str]] = queue.Queue()
     for place in common.places(options.parallel):
         free.put(place)
-    extra = common.parse_overrides(options.set)
+    owned = {key for cell in cells for key in cell.overrides()}
+    extra = common.parse_overrides(options.set, owned)
 
     def run(cell: Cell) -> str:
         workdir = cell.directory(options.runs)
-        if not (workdir / "summary.json").exists():
-            shutil.rmtree(workdir, ignore_errors=True)  # of a sweep that was killed: begun again, not resumed
         place = free.get()
         try:
             common.run_main(workdir, options.config, extra | cell.overrides(), place)
             check(read_metrics(workdir), cell)
-        except (RuntimeError, AssertionError) as error:
-            return str(error)
+        except (RuntimeError, AssertionError, LookupError, OSError, ValueError) as error:
+            return f"{workdir}: {type(error).__name__}: {error}"
         finally:
             free.put(place)
         return ""
@@ -148,16 +145,19 @@ def check(records: list[Record], cell: Cell) -> None:
         if cell.mode == "injected":
             age = min(int(cell.eta), r["version"] - 1)
             counts = r["staleness/hist"]
-            assert sum(counts) == counts[age], f"step {r['version']}: tokens of ages {counts}, all should be {age} old"
+            ages = [i for i, n in enumerate(counts) if n]
+            assert ages == [age], f"step {r['version']}: tokens of ages {ages}, all should be {age} old"
         started = r["ledger/issued"] - r["ledger/dropped"]
         samples = r["ledger/trained"] / r["version"]
         bound = 0 if cell.mode == "injected" else cell.eta
         assert (started - 1) // samples <= r["version"] + bound, f"{started} samples started at version {r['version']}"
-        ahead = r["staleness/started_ahead"]  # at every start since the last step, not only now
+        ahead = r["staleness/started_ahead"]  # the gate's own account, of every start since the last step
         assert ahead <= bound, f"step {r['version']}: a sample started {ahead} batches ahead of the version"
 
 
-def plot_accuracy(options: argparse.Namespace, rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
+def plot_accuracy(
+    options: argparse.Namespace, rows: list[dict[str, Any]], times: list[dict[str, Any]], failures: dict[Cell, str]
+) -> None:
     """Final accuracy, throughput and measured staleness against eta: a dot per seed, the mean and its interval."""
     plt = common.pyplot()
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
@@ -180,7 +180,9 @@ def plot_accuracy(options: argparse.Namespace, rows: list[dict[str, Any]], times
                     mean = sum(values) / len(values)
                     where.append(x + shift)
                     means.append(mean)
-                    errors.append((mean - low, high - mean))
+                    errors.append((max(0.0, mean - low), max(0.0, high - mean)))
+                lost = sum(c.objective == objective and c.eta == eta for c in failures) if panel is panels[0] else 0
+                panel.scatter([x + shift] * lost, [0.0] * lost, marker="x", color=f"C{i}")
             lengths = list(zip(*errors, strict=True))
             panel.errorbar(where, means, yerr=lengths, color=f"C{i}", capsize=2, linewidth=1, label=objective)
         panel.set_xticks(range(len(options.etas)), ["∞" if math.isinf(e) else f"{e:g}" for e in options.etas])
@@ -189,9 +191,9 @@ def plot_accuracy(options: argparse.Namespace, rows: list[dict[str, Any]], times
         )
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
-    seeds = len(options.seeds)
     figure.suptitle(
-        f"{options.name}, {options.mode}: means of {seeds} seeds, 95 % bootstrap intervals, every seed a dot"
+        f"{options.name}, {options.mode}: every seed of {len(options.seeds)} a dot (a cross: it failed), means, 95 % "
+        "bootstrap intervals"
     )
     common.save_figure(figure, options.output / "staleness")
 
@@ -222,7 +224,7 @@ def report(
     tables = []
     for title, column, table in (
         ("Held-out accuracy at the end", "heldout_after", rows),
-        ("Best on the way", "best", rows),
+        ("Best on the way (the highest of some noisy measurements: compare it with itself alone)", "best", rows),
         ("Mean age of the trained tokens, in versions", "staleness_mean", rows),
         ("Trained tokens per second", "trained_tokens_per_second", times),
     ):
@@ -231,33 +233,36 @@ def report(
             line = {"objective": objective}
             for eta in options.etas:
                 values = [r[column] for r in table if r["objective"] == objective and r["eta"] == f"{eta:g}"]
-                line[f"{eta:g}"] = _cell(values)
+                line[f"{eta:g}"] = _cell(values, len(options.seeds))
             lines.append(line)
         tables.append(f"## {title}\n\n{common.markdown_table(lines)}")
     failed = "\n".join(f"- {cell}: {error}" for cell, error in failures.items()) or "None."
-    command = f"python -m experiments.staleness_sweep --mode={options.mode} --name={options.name}"
-    command += f" --parallel={options.parallel}" if options.parallel > 1 else ""
-    command += f" --config={options.config}" if options.config != "configs/math.py" else ""
-    command += " --etas " + " ".join(f"{e:g}" for e in options.etas)
-    command += " --objectives " + " ".join(f"'{o}'" if " " in o else o for o in options.objectives)
-    command += " --seeds " + " ".join(map(str, options.seeds))
-    command += (" --set " + " ".join(options.set)) if options.set else ""
+    command = ["python", "-m", "experiments.staleness_sweep", f"--mode={options.mode}", f"--name={options.name}"]
+    command += [f"--parallel={options.parallel}"] if options.parallel > 1 else []
+    command += [f"--config={options.config}"] if options.config != "configs/math.py" else []
+    command += ["--etas", *(f"{e:g}" for e in options.etas), "--objectives", *options.objectives]
+    command += ["--seeds", *map(str, options.seeds), *(["--set", *options.set] if options.set else [])]
+    share = f" Each run had one of {options.parallel} equal parts of the machine." if options.parallel > 1 else ""
     meaning = "rollout.max_staleness" if options.mode == "async" else "injected staleness, exact"
     body = (
-        f"Columns: {meaning}. Mean over {len(options.seeds)} seeds, 95 % bootstrap interval of the mean (narrow by "
-        "nature with so few; every seed is in runs.csv and a dot in the figure).\n\n![accuracy](staleness.png)\n\n"
+        f"Columns: {meaning}. Means over {len(options.seeds)} seeds with the 95 % bootstrap interval of the mean, "
+        f"which of three values is their range; where seeds failed, the number of those that are left.{share}\n\n"
+        "![accuracy](staleness.png)\n\n"
         + "\n\n".join(tables)
         + f"\n\n![curves](curves.png)\n\n## Cells that failed\n\n{failed}"
     )
-    common.write_report(options.output, f"Staleness sweep: {options.name}, {options.mode}", command, body)
+    common.write_report(options.output, f"Staleness sweep: {options.name}, {options.mode}", shlex.join(command), body)
 
 
-def _cell(values: list[float]) -> str:
+def _cell(values: list[float], seeds: int) -> str:
     if not values:
-        return "-"
-    low, high = common.bootstrap_interval(values)
+        return "all failed"
     digits = 3 if max(values) < 100 else 0
-    return f"{sum(values) / len(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    text = f"{sum(values) / len(values):.{digits}f}"
+    if len(values) > 1:
+        low, high = common.bootstrap_interval(values)
+        text += f" ({low:.{digits}f} to {high:.{digits}f})"
+    return text + (f", {len(values)} of {seeds}" if len(values) < seeds else "")
 
 
 if __name__ == "__main__":

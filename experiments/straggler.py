@@ -23,11 +23,11 @@ from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.types import PROMPT_VERSION, Prompt, Trajectory
 from experiments import common
 
-GROUP, BATCH, SLOTS = 4, 16, 32
+GROUP, BATCH, SLOTS = 4, 16, 64
 LENGTH, SLOW_SAMPLE, SLOW_FACTOR = 40, 100, 12
 """Tokens of a response; which sample is slow, and by how much."""
-CHUNK, TRAIN_TICKS, STEPS = 8, 16, 40
-"""Ticks between two reports of the sampler, and of a training step; steps of a run."""
+CHUNK, TRAIN_TICKS, TICKS = 4, 16, 1600
+"""Ticks between two reports of the sampler, and of a training step, and of a run."""
 CONDITIONS = {
     "η = 0": (0.0, "train"),
     "η = 1": (1.0, "train"),
@@ -47,11 +47,13 @@ def main() -> None:
         run = simulate(eta, over_stale)
         steps += [{"condition": condition, **step} for step in run]
         slow = [s for s in run if s["slow_tokens"]]
+        duration = SLOW_FACTOR * LENGTH
         table.append(
             {
                 "condition": condition,
-                "longest wait for a batch (ticks)": max(s["waited"] for s in run),
-                "ticks of all steps": run[-1]["tick"],
+                f"steps begun in the {duration} ticks while it is drawn": sum(s["slow_is_out"] for s in run),
+                f"in the last {duration} ticks": sum(s["tick"] >= TICKS - duration for s in run),
+                "longest wait for a batch": max(s["waited"] for s in run),
                 "slow sample trained at step": slow[0]["step"] if slow else "never",
                 "its oldest token in the loss": slow[0]["oldest"] if slow else "-",
                 "its tokens in the loss": slow[0]["slow_tokens"] if slow else 0,
@@ -69,9 +71,11 @@ def main() -> None:
         + common.markdown_table(table)
         + "\n\n![straggler](straggler.png)\n\n"
         "Eq. 3 bounds how many samples may start, and with it the age of samples that are consumed in the order of "
-        "their start. A slow sample is overtaken by later ones: training does not wait for it (but at η = 0, where "
-        "nothing else may start), and when it and its group, which waits for it, are done, their first tokens are as "
-        "old as the steps that went by, whatever η is. `rollout.over_stale` says what is then done with them."
+        "their start. A slow sample is overtaken by later ones; but it and its group, which waits for it, stay among "
+        "the η + 1 batches that may be under way. At η = 0 training stands still until it is done; at η = 1 what is "
+        "left of the allowance is too little for the pipeline, and training slows down; at η = 4 nothing is lost. When "
+        "the group is done its first tokens are as old as the steps that went by meanwhile, which may be far more than "
+        "η. `rollout.over_stale` says what is then done with them."
     )
     common.write_report(options.output, "One very slow sample", "python -m experiments.straggler", body)
 
@@ -82,21 +86,23 @@ def simulate(eta: float, over_stale: str) -> list[dict[str, Any]]:
     sampler = Sampler(coordinator)
     steps: list[dict[str, Any]] = []
     batch: list[Trajectory] = []
-    busy_until, idle_since, tick, most_over = 0, 0, 0, -math.inf
-    while len(steps) < STEPS:
+    busy_until, idle_since, tick, over = 0, 0, 0, -math.inf
+    while tick < TICKS:
         if tick % CHUNK == 0:
             sampler.report()
             counts = coordinator.counts()
             started = counts["issued"] - counts["dropped"]
             if math.isfinite(eta):
-                most_over = max(most_over, (started - 1) // BATCH - coordinator.version - eta)
+                over = max(over, (started - 1) // BATCH - coordinator.version - eta)
         if batch and tick >= busy_until:
             coordinator.trained(batch)
             coordinator.publish(coordinator.version + 1)
             batch, idle_since = [], tick
         if not batch and (taken := coordinator.take_batch(coordinator.version, timeout=0.0)) is not None:
             batch, busy_until = taken, tick + TRAIN_TICKS
-            steps.append(describe(batch, coordinator.version, tick, tick - idle_since) | {"over_eq3": most_over})
+            step = describe(batch, coordinator.version, tick, tick - idle_since)
+            steps.append(step | {"over_eq3": over, "slow_is_out": sampler.is_drawing(SLOW_SAMPLE)})
+            over = -math.inf
         sampler.draw()
         tick += 1
     return steps
@@ -110,7 +116,7 @@ def make_coordinator(eta: float, over_stale: str) -> Coordinator:
 
     config = CoordinatorConfig(
         group_size=GROUP, batch_samples=BATCH, max_staleness=eta, over_stale=over_stale, max_refills=0,
-        injected_staleness=0, queue_capacity=8 * BATCH, lease_timeout_seconds=1e9, temperature=1.0,
+        injected_staleness=0, queue_capacity=common.UNBOUNDED, lease_timeout_seconds=1e9, temperature=1.0,
         max_new_tokens=SLOW_FACTOR * LENGTH,
     )  # fmt: skip
     return Coordinator(config, source, EvaluationBoard([], (), 1))
@@ -150,6 +156,9 @@ class Sampler:
                 self._waiting.append(_Slot(i, lease.prompt.prompt_id, length))
         while self._waiting and len(self._slots) < SLOTS:
             self._slots.append(self._waiting.pop(0))
+
+    def is_drawing(self, sample_id: int) -> bool:
+        return any(slot.sample_id == sample_id for slot in self._slots)
 
     def draw(self) -> None:
         """A token in every slot."""
