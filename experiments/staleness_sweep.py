@@ -199,12 +199,13 @@ def plot_accuracy(
 
 
 def plot_curves(options: argparse.Namespace, curves: list[dict[str, Any]]) -> None:
-    """Held-out accuracy against training step: a panel per objective and eta, every seed."""
+    """Held-out accuracy against training step: a panel per objective and eta (the longer list across), every seed."""
     plt = common.pyplot()
-    shape = (len(options.objectives), len(options.etas))
+    across = len(options.etas) >= len(options.objectives)
+    shape = (len(options.objectives), len(options.etas)) if across else (len(options.etas), len(options.objectives))
     size = (2.3 * shape[1] + 1, 2.1 * shape[0] + 1)
     figure, panels = plt.subplots(*shape, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
-    for row, objective in zip(panels, options.objectives, strict=True):
+    for row, objective in zip(panels if across else panels.T, options.objectives, strict=True):
         for panel, eta in zip(row, options.etas, strict=True):
             for seed in options.seeds:
                 labels = (objective, f"{eta:g}", seed)
