@@ -78,7 +78,6 @@ class Recorder:
         """One training step is done and published."""
         now = time.monotonic()
         took = now - self._last
-        busy = self._sampler_busy()
         occupancy = self._coordinator.occupancy()
         spans, started_ahead = self._coordinator.activity()
         self._done += 1
@@ -96,7 +95,7 @@ class Recorder:
             "queue/capacity": self._capacity,
             "queue/duplicates": self._coordinator.duplicates,
             "busy/trainer": 1.0 - self._waited / took,
-            "busy/sampler": busy,
+            "busy/sampler": self._sampler_busy(),
             "throughput/trained_tokens_per_second": named["tokens/trained"] / took,
             **{f"ledger/{k}": v for k, v in self._coordinator.counts().items()},
         }
