@@ -13,6 +13,7 @@ from areal_jax import sharding
 from areal_jax.learner import Learner
 from areal_jax.rl import diagnostics
 from areal_jax.rl.advantages import AdvantageConfig, estimate, group_norm
+from areal_jax.rollout.admission import AdmissionGate
 from areal_jax.rollout.groups import Intake
 from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
@@ -235,7 +236,7 @@ def documented_metrics():
 
 def test_the_documented_metrics_are_those_that_there_are():
     reference = fresh(7)
-    given = Intake(1.0, "train", 0).metrics()
+    given = Intake(1.0, "train", 0).metrics() | {"staleness/started_ahead": AdmissionGate(4, 1.0).take_ahead()}
     stale = batch(VERSION - 2)
     rewards = np.array([t.reward for t in stale])
     assert 0 < rewards.mean() < 1
