@@ -184,7 +184,7 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     c, shape = model.config, dict(model.mesh.shape)
     state, engine = _state_bytes(model), build.engine_config(config, ())
     size = jnp.dtype(c.compute_dtype).itemsize
-    data, tensor = shape["data"] * shape["fsdp"], shape["tensor"]
+    data, tensor = sharding.row_shards(model.mesh), shape["tensor"]
     cache = 2 * c.layers * engine.slots * engine.max_length * c.kv_heads * c.head_dim * size // (data * tensor)
     tables = 3 * 4 * engine.slots * engine.max_length
     tokens = min(engine.row_ladder[-1] * engine.max_length, max(engine.prefill_tokens, engine.max_length))
