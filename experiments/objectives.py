@@ -107,7 +107,8 @@ def report(directory: pathlib.Path, rows: list[dict[str, Any]], options: argpars
         "began. Staleness: mean age of the trained tokens in versions. The last columns are means over the steps, and "
         "over the seeds.\n\n" + common.markdown_table(table) + "\n\n![curves](objectives.png)\n"
     )
-    common.write_report(directory, "Objectives", "python -m experiments.objectives", body)
+    command = f"python -m experiments.objectives --steps={options.steps} --seeds {' '.join(map(str, options.seeds))}"
+    common.write_report(directory, "Objectives", command, body)
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:

@@ -51,10 +51,10 @@ def main() -> None:
                 rows.append({"round": i, "condition": condition, **{c: summary[c] for c in COLUMNS}})
                 print(rows[-1], flush=True)
     common.write_csv(options.output / "runs.csv", rows)
-    report(options.output, rows, options.steps)
+    report(options, rows)
 
 
-def report(directory: pathlib.Path, rows: list[dict[str, Any]], steps: int) -> None:
+def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     names = list(CONDITIONS)
     table = []
     for name in names:
@@ -69,10 +69,11 @@ def report(directory: pathlib.Path, rows: list[dict[str, Any]], steps: int) -> N
         entry["first condition is faster by"] = f"{statistics.median(ratios):.2f}x ({low:.2f} to {high:.2f})"
         table.append(entry)
     body = (
-        f"Medians over {len(rows) // len(names)} interleaved rounds of {steps} steps; the last column is the median "
+        f"Medians over {options.rounds} interleaved rounds of {options.steps} steps; the last column is the median "
         "ratio within a round, with the 95 % bootstrap interval of its mean.\n\n" + common.markdown_table(table)
     )
-    common.write_report(directory, "Topologies", "python -m experiments.topologies", body)
+    command = f"python -m experiments.topologies --rounds={options.rounds} --steps={options.steps}"
+    common.write_report(options.output, "Topologies", command, body)
 
 
 if __name__ == "__main__":
