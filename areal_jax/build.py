@@ -21,8 +21,9 @@ from areal_jax.models import pretrained
 from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rewards.pool import PoolConfig
-from areal_jax.rollout.engine import EngineConfig, Program, make_program
 from areal_jax.rollout.grading import Grader, GradingConfig
+from areal_jax.rollout.programs import EngineConfig, Program, make_program
+from areal_jax.rollout.sampling import Filter
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.transport.messages import Limits
 from areal_jax.types import UserError
@@ -118,18 +119,21 @@ def make_sampling_program(config: ml_collections.ConfigDict, model: Model, polic
     """The engine's functions, with the stop strings of the config."""
     strings = tuple(config.rollout.stop_strings)
     stop = StopStrings(strings, policy.tokenizer.decode) if strings else None
-    return make_program(model, engine_config(config, policy.stop_ids), stop)
+    sizes = engine_config(config, policy.stop_ids, sharding.row_shards(model.mesh))
+    return make_program(model, sizes, stop)
 
 
-def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...]) -> EngineConfig:
+def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], row_shards: int) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
-    and for the prompt's length, half and all of the longest sequence, within rollout.prefill_tokens."""
+    and for the prompt's length, half and all of the longest sequence, within rollout.prefill_tokens; decode for all
+    slots and, with rollout.compaction, for a quarter and a half, where those divide over `row_shards` devices."""
     r = config.rollout
     longest = r.max_prompt_length + r.max_response_length
     rows = {max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)}
     if min(rows) * longest > r.prefill_tokens:
         rows.add(max(1, r.prefill_tokens // longest))
     lengths = sorted({r.max_prompt_length, max(r.max_prompt_length, longest // 2), longest})
+    fewer = {r.slots // 4, r.slots // 2} if r.compaction and r.batching == "continuous" else set()
     return EngineConfig(
         slots=r.slots,
         max_prompt_length=r.max_prompt_length,
@@ -140,6 +144,8 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...]) 
         prefill_tokens=r.prefill_tokens,
         eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
+        fewer=tuple(sorted(n for n in fewer if n and n % row_shards == 0)),
+        kept=Filter(r.top_k, r.top_p, r.min_p),
         static=r.batching == "static",
     )
 

@@ -82,12 +82,15 @@ CHECKS: dict[str, Check] = {
     "rollout.max_refills": _at_least(1),
     "rollout.group_size": _at_least(1),
     "rollout.temperature": POSITIVE,
+    "rollout.top_k": _at_least(0),
+    "rollout.top_p": UP_TO_ONE,
+    "rollout.min_p": BELOW_ONE,
     "rollout.max_prompt_length": _at_least(1),
     "rollout.max_response_length": _at_least(1),
     "rollout.slots": _at_least(1),
     "rollout.prefill_tokens": _at_least(1),
     "rollout.chunk": _at_least(1),
-    "rollout.kv_on_update": _one_of("recompute", "keep"),
+    "rollout.kv_on_update": _one_of("recompute", "keep", "finish"),
     "rollout.environment": _known(ENVIRONMENTS),
     "rollout.lease_timeout_seconds": POSITIVE,
     "rollout.stop_strings": (
@@ -234,7 +237,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"over_stale {rollout.over_stale!r}: only with max_staleness=0 and over_stale='train' is it exact",
     )
     objective.validate(config)
-    report_bytes = 2 * rollout.slots * (16 * longest + 512)  # training and evaluation samples of a full sampler
+    most = rollout.slots + rollout.slots // 8  # of training, and as many of an evaluation
+    report_bytes = 2 * most * (16 * longest + 512)
     _require(
         config.transport.max_message_bytes >= report_bytes,
         f"transport.max_message_bytes is {config.transport.max_message_bytes}, and a report of rollout.slots = "

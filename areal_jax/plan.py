@@ -25,7 +25,7 @@ from areal_jax.types import UserError
 GIB = 1 << 30
 SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
 LOGIT_BYTES = 12  # of one logit: logits, log-softmax and their gradient
-PUBLISHED = 3  # versions that the memory channel of `colocated` holds while one is published
+VERSIONS = 3  # that a sampler holds at once: it draws with one, reads the next, and an evaluation is pinned to another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_plan(
     model_config = build.find_model(config)[1]
     if colocated:
         model = _model(config, "trainer", model_config, trainer)
-        return [_trainer_plan(config, model, trainer), _sampler_plan(config, model, trainer, PUBLISHED)]
+        return [_trainer_plan(config, model, trainer), _sampler_plan(config, model, trainer)]
     return [
         _trainer_plan(config, _model(config, "trainer", model_config, trainer), trainer),
         _sampler_plan(config, _model(config, "sampler", model_config, sampler), sampler),
@@ -179,12 +179,11 @@ def _with_remat(c: TransformerConfig, tokens: int, layer: int, wide: int) -> int
     return c.layers * between + (0 if c.remat == "none" else layer)
 
 
-def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice, copies: int = 2) -> RolePlan:
-    """copies: of the parameters; a sampler of its own holds two while weights are swapped."""
+def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
     c, shape = model.config, dict(model.mesh.shape)
-    state, engine = _state_bytes(model), build.engine_config(config, ())
-    size = jnp.dtype(c.compute_dtype).itemsize
     data, tensor = sharding.row_shards(model.mesh), shape["tensor"]
+    state, engine = _state_bytes(model), build.engine_config(config, (), data)
+    size = jnp.dtype(c.compute_dtype).itemsize
     cache = 2 * c.layers * engine.slots * engine.max_length * c.kv_heads * c.head_dim * size // (data * tensor)
     tables = 3 * 4 * engine.slots * engine.max_length
     tokens = min(engine.row_ladder[-1] * engine.max_length, max(engine.prefill_tokens, engine.max_length))
@@ -193,8 +192,11 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     prefill += 2 * c.layers * tokens * c.kv_heads * c.head_dim * size // tensor
     logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
     items = {
-        f"parameters, {copies} versions": copies * state,
+        f"parameters, {VERSIONS} versions": VERSIONS * state,
         "keys and values, tokens": cache + tables,
+        "those of the last slots alive, computed apart": (cache + tables)
+        * max(engine.fewer, default=0)
+        // engine.slots,
         "the same, of an evaluation beside training": cache + tables,
         "prefill or decode step": max(prefill, logits),
     }

@@ -41,9 +41,8 @@ class Recorder:
         self._workdir, self._tokenizer, self._held_out = workdir, tokenizer, held_out
         self._coordinator, self._emit = coordinator, emit
         self._steps, self._temperature = config.trainer.steps, config.evaluation.temperature
-        self._capacity, self._synchronous = config.rollout.queue_capacity, config.rollout.max_staleness == 0
+        self._watch = _QueueWatch(config.rollout.queue_capacity, config.rollout.max_staleness == 0)
         self._launched = time.monotonic()
-        self._full = self._empty = 0
         self._previous: dict[str, SamplerStats] = {}
         self._samples, self._timeline = (
             open(workdir / name, "a", buffering=1)  # noqa: SIM115 - live as long as the run
@@ -92,15 +91,16 @@ class Recorder:
             "staleness/started_ahead": started_ahead,
             "reward/timeouts": sum(s.grading_timeouts for s in self._coordinator.sampler_stats().values()),
             "queue/occupancy": occupancy,
-            "queue/capacity": self._capacity,
+            "queue/capacity": self._watch.capacity,
             "queue/duplicates": self._coordinator.duplicates,
             "busy/trainer": 1.0 - self._waited / took,
-            "busy/sampler": self._sampler_busy(),
+            **self._sampler_metrics(),
             "throughput/trained_tokens_per_second": named["tokens/trained"] / took,
             **{f"ledger/{k}": v for k, v in self._coordinator.counts().items()},
         }
         self._emit(record)
-        self._warn_about_queue(occupancy, self._waited / took)
+        if text := self._watch.step(occupancy, self._waited / took):
+            self._emit({"kind": "warning", "text": text})
         for t in batch[:TRANSCRIPTS]:
             self._transcript(version, t)
         self._write_timeline(version, [BusySpan("trainer", self._waiting_from + self._waited, now), *spans])
@@ -154,7 +154,7 @@ class Recorder:
             "slots_useful": sum(s.generated_tokens for s in stats) / max(1, sum(s.decoded_slot_steps for s in stats)),
             "trainer_busy": 1.0 - self._waited_total / self._seconds,
             "sampler_busy": float(np.mean([s.busy_seconds / s.wall_seconds for s in stats])),
-            "swap_seconds_mean": sum(s.swap_seconds for s in stats) / max(1, sum(s.swaps for s in stats)),
+            "swap_pause_seconds_mean": sum(s.swap_seconds for s in stats) / max(1, sum(s.swaps for s in stats)),
             "staleness_mean": float(np.average([r["staleness/token_mean"] for r in steps], weights=weights)),
             "staleness_max": max(r["staleness/token_max"] for r in steps),
             "ledger": self._coordinator.counts(),
@@ -169,37 +169,21 @@ class Recorder:
         ]
         return summary | {"closing": report.closing_words(summary, examples, self._workdir)}
 
-    def _sampler_busy(self) -> float:
-        """Mean busy share of the samplers since the last step."""
+    def _sampler_metrics(self) -> dict[str, float]:
+        """Of the samplers since the last step: means of their busy shares, and of the pauses at their swaps."""
         stats = self._coordinator.sampler_stats()
-        shares = []
+        shares, swaps, pauses = [], 0, 0.0
         for name, s in stats.items():
-            before = self._previous.get(name)
-            busy, wall = s.busy_seconds, s.wall_seconds
-            if before is not None:
-                busy, wall = busy - before.busy_seconds, wall - before.wall_seconds
+            before = self._previous.get(name, SamplerStats())
+            wall = s.wall_seconds - before.wall_seconds
             if wall > 0:  # it has reported since
-                shares.append(busy / wall)
+                shares.append((s.busy_seconds - before.busy_seconds) / wall)
+            swaps, pauses = swaps + s.swaps - before.swaps, pauses + s.swap_seconds - before.swap_seconds
         self._previous = stats
-        return float(np.mean(shares)) if shares else 0.0
-
-    def _warn_about_queue(self, occupancy: int, waiting: float) -> None:
-        """Says so, with the remedy, when the queue stays full or the trainer keeps waiting."""
-        self._full = self._full + 1 if occupancy >= self._capacity else 0
-        self._empty = self._empty + 1 if waiting > 0.5 and not self._synchronous else 0
-        text = ""
-        if self._full == PRESSED_STEPS:
-            text = (
-                f"the queue has been full ({occupancy} samples) for {PRESSED_STEPS} steps: samplers wait for the "
-                "trainer. Give the trainer more devices and launch fewer samplers, or lower rollout.max_staleness"
-            )
-        if self._empty == PRESSED_STEPS:
-            text = (
-                f"the trainer has waited for samples most of the time for {PRESSED_STEPS} steps. Raise "
-                "launch.samplers, rollout.slots or rollout.max_staleness"
-            )
-        if text:
-            self._emit({"kind": "warning", "text": text})
+        return {
+            "busy/sampler": float(np.mean(shares)) if shares else 0.0,
+            "rollout/swap_pause_seconds": pauses / max(1, swaps),
+        }
 
     def _evaluation_record(self, evaluation: Evaluation) -> Record:
         sampled, greedy = evaluation.samples[self._temperature], evaluation.samples[0.0]
@@ -227,3 +211,27 @@ class Recorder:
 
     def _text(self, t: Trajectory) -> str:
         return str(self._tokenizer.decode(t.response_tokens, skip_special_tokens=True))
+
+
+class _QueueWatch:
+    """Notices when the queue stays full or the trainer keeps waiting."""
+
+    def __init__(self, capacity: int, synchronous: bool):
+        self.capacity, self._synchronous = capacity, synchronous
+        self._full = self._empty = 0
+
+    def step(self, occupancy: int, waiting: float) -> str:
+        """A warning with the remedy, or ''. waiting: the share of the step in which the trainer waited."""
+        self._full = self._full + 1 if occupancy >= self.capacity else 0
+        self._empty = self._empty + 1 if waiting > 0.5 and not self._synchronous else 0
+        if self._full == PRESSED_STEPS:
+            return (
+                f"the queue has been full ({occupancy} samples) for {PRESSED_STEPS} steps: samplers wait for the "
+                "trainer. Give the trainer more devices and launch fewer samplers, or lower rollout.max_staleness"
+            )
+        if self._empty == PRESSED_STEPS:
+            return (
+                f"the trainer has waited for samples most of the time for {PRESSED_STEPS} steps. Raise "
+                "launch.samplers, rollout.slots or rollout.max_staleness"
+            )
+        return ""

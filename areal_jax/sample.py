@@ -11,10 +11,10 @@ import ml_collections
 
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
-from areal_jax.rollout.sampler import NO_VERSION, Sampler
+from areal_jax.rollout.sampler import Sampler
 from areal_jax.transport.trajectories import ZmqLink
 from areal_jax.transport.weights import OrbaxChannel
-from areal_jax.types import PolicySnapshot, UserError
+from areal_jax.types import NO_VERSION, PolicySnapshot, UserError
 
 IDLE_SECONDS = 0.003  # between two questions for work when there is none
 
@@ -53,6 +53,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
                 compiles.warm()
     finally:
         link.close()
+        sampler.close()
         grader.close()
 
 

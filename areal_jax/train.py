@@ -19,9 +19,9 @@ from areal_jax.models.transformer import Model
 from areal_jax.recorder import Recorder
 from areal_jax.rl import diagnostics
 from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
-from areal_jax.rollout.engine import Program
 from areal_jax.rollout.evaluation import EvaluationBoard
 from areal_jax.rollout.grading import Grader
+from areal_jax.rollout.programs import Program
 from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
@@ -100,7 +100,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     channel.publish(PolicySnapshot(version, state.params))
     ring: _InProcess | _Served
     if colocated:
-        sampler = Sampler("colocated", program, channel, grader, config.seed, wait_for_grades=True)
+        sampler = Sampler("colocated", program, channel, grader, config.seed, deterministic=True)
         ring = _InProcess(coordinator, channel, program, sampler)
     else:
         ring = _Served(config, workdir, coordinator, emit)
@@ -201,6 +201,7 @@ def _warm_start(
         "data": config.data.name,
         "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
         "slots": config.rollout.slots,
+        "sampling": [config.rollout.top_k, config.rollout.top_p, config.rollout.min_p],
         "grading": [config.reward.name, config.rollout.environment],
         "dtype": model.config.compute_dtype,
         "data_version": arithmetic.VERSION,
@@ -240,7 +241,7 @@ class _InProcess:
             self._sampler.turn()
 
     def close(self) -> None:
-        pass
+        self._sampler.close()
 
 
 class _Served:

@@ -19,6 +19,9 @@ Params = Any
 PROMPT_VERSION = -1
 """The policy version recorded at prompt positions, which no policy produced."""
 
+NO_VERSION = -1
+"""Of parameters that no trainer published: every published version is newer."""
+
 
 class UserError(Exception):
     """Something the user can put right: shown as one message, without frames, and ends the process with code 1."""

@@ -26,14 +26,14 @@ from areal_jax.data.sources import Source
 from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.models.transformer import Model
 from areal_jax.rl.losses import LossConfig, resolve
-from areal_jax.rollout.engine import Program
 from areal_jax.rollout.grading import Grader
+from areal_jax.rollout.programs import Program
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.transport.weights import restore
 from areal_jax.types import PROMPT_VERSION, Params, PolicySnapshot, Targets, TrainBatch, Trajectory, UserError
 
-FORMAT = 3  # raise it when a change of the code changes the result
+FORMAT = 4  # raise it when a change of the code changes the result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,14 +77,21 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.max_refills = 8  # refill: batches of such groups passed over for one batch before they are taken, >= 1
     c.rollout.group_size = 8  # samples per prompt, >= 1
     c.rollout.temperature = 1.0  # of training samples, > 0
+    # which tokens may be drawn, unless greedily; behaviour log-probs are of the distribution over those, the trainer's
+    # own are of the whole one
+    c.rollout.top_k = 0  # the so many likeliest, >= 0; 0 is all
+    c.rollout.top_p = 1.0  # the fewest whose probabilities sum to at least this, in (0, 1]; 1 is all
+    c.rollout.min_p = 0.0  # those with this share of the likeliest one's probability, in [0, 1); 0 is all
     c.rollout.max_prompt_length = 16  # tokens, >= 1
     c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
     c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
     c.rollout.prefill_tokens = 16384  # most slots x length of one prefill, >= 1; bounds its memory
-    c.rollout.batching = "continuous"  # continuous | static (the baseline: no slot is filled until all are done)
+    c.rollout.batching = "continuous"  # continuous | static (the baseline: all rows are computed until all are done)
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
+    c.rollout.compaction = True  # decode a half or a quarter of the slots where no more are alive and nothing waits
     c.rollout.stop_strings = ()  # text that ends a response; the tokens up to and including the match are kept
-    c.rollout.kv_on_update = "recompute"  # recompute | keep: live keys and values when the weights change
+    # when the weights change: recompute | keep the live samples' keys and values, or finish all samples before it
+    c.rollout.kv_on_update = "recompute"
     c.rollout.environment = "single_turn"  # a name in areal_jax.environments.single_turn.ENVIRONMENTS
     c.rollout.queue_capacity = 2048  # samples in complete groups; >= one batch. When full, samplers wait
     c.rollout.lease_timeout_seconds = 60.0  # silence after which a sampler's samples are issued again, > 0

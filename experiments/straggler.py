@@ -20,7 +20,7 @@ import numpy as np
 from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
 from areal_jax.rollout.evaluation import EvaluationBoard
 from areal_jax.transport.messages import Report, SamplerStats
-from areal_jax.types import PROMPT_VERSION, Prompt, Trajectory
+from areal_jax.types import NO_VERSION, PROMPT_VERSION, Prompt, Trajectory
 from experiments import common
 
 GROUP, BATCH, SLOTS = 4, 16, 64
@@ -145,8 +145,8 @@ class Sampler:
         free = SLOTS - len(self._slots) - len(self._waiting)
         reply = self._coordinator.exchange(
             Report(
-                "sampler", "1", self._coordinator.run, self._sequence, self._version, min(max(free, 0), self._credit),
-                0, tuple(self._finished), SamplerStats(),
+                "sampler", "1", self._coordinator.run, self._sequence, self._version, NO_VERSION,
+                min(max(free, 0), self._credit), 0, tuple(self._finished), SamplerStats(),
             )
         )  # fmt: skip
         self._finished, self._version, self._credit = [], reply.version, reply.credits

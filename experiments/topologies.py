@@ -27,7 +27,7 @@ COLUMNS = (
     "trainer_busy",
     "sampler_busy",
     "slots_useful",
-    "swap_seconds_mean",
+    "swap_pause_seconds_mean",
     "staleness_mean",
     "heldout_after",
     "seconds_rl",

@@ -110,7 +110,7 @@ def test_colocated_runs_twice_bit_identical(tmp_path, cache):
         assert done.returncode == 0, done.stderr
         assert "Three held-out problems" in done.stdout
         check_outputs(tmp_path / name)
-        timed = ("seconds", "throughput/", "busy/", "staleness/queue_age_seconds")
+        timed = ("seconds", "throughput/", "busy/", "rollout/swap_pause", "staleness/queue_age_seconds")
         records = [
             {k: v for k, v in r.items() if not k.startswith(timed)}
             for r in read_metrics(tmp_path / name)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from areal_jax.compiles import CompileCounter
 from areal_jax.rl.logprobs import token_logprobs
-from areal_jax.rollout.engine import Engine, EngineConfig, Request, make_program
+from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.programs import EngineConfig, make_program
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PolicySnapshot
 from tests.helpers import tiny_model
@@ -66,7 +67,8 @@ def test_results_do_not_depend_on_slots_or_order(temperature):
     reference = drain(engine)
     assert sorted(reference) == list(range(9))
     one_slot = dataclasses.replace(CONFIG, slots=1, row_ladder=(1,), chunk=5)
-    for config, order in ((one_slot, wanted), (CONFIG, wanted[::-1])):
+    seven_slots = dataclasses.replace(CONFIG, slots=7, fewer=(2, 3), chunk=4)  # at the tail, 3 and then 2 of them
+    for config, order in ((one_slot, wanted), (seven_slots, wanted), (CONFIG, wanted[::-1])):
         program = PROGRAM if config is CONFIG else make_program(MODEL, config)
         engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
         engine.submit(order)
@@ -101,6 +103,82 @@ def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swa
         assert ended or len(c.tokens) - n == c.request.max_new_tokens
 
 
+@pytest.mark.parametrize("slots_of_the_tail", [(), (1, 2)])
+def test_a_group_s_prompt_is_computed_once(slots_of_the_tail):
+    """Two groups of four; the same tokens as without sharing, over swaps too."""
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=8, fewer=slots_of_the_tail))
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 17, n).astype(np.int32) for n in (6, 4)]
+    wanted = [Request(4 * g + i, prompt, 18, 1.0) for g, prompt in enumerate(prompts) for i in range(4)]
+    rows = []
+
+    def counted(params, state, slots, length):
+        rows.append(int((slots < 8).sum()))
+        return program.refill(params, state, slots, length)
+
+    together = Engine(program._replace(refill=counted), PolicySnapshot(0, PARAMS[0]), seed=0)
+    together.submit(wanted)
+    first = together.step()
+    assert (first, rows) == ([], [2])
+    shared = drain(together, [None, 1, None, 2])
+    for request in wanted:
+        alone = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
+        alone.submit([request])
+        alone.step()
+        result = drain(alone, [None, 1, None, 2])[request.sample_id]
+        np.testing.assert_array_equal(result.tokens, shared[request.sample_id].tokens)
+        np.testing.assert_array_equal(result.policy_versions, shared[request.sample_id].policy_versions)
+
+
+def test_a_prompt_s_keys_of_older_weights_are_not_shared():
+    engine = Engine(PROGRAMS["keep"], PolicySnapshot(0, PARAMS[0]), seed=0)
+    prompt = np.array([5, 6, 7], np.int32)
+    engine.submit([Request(0, prompt, 18, 1.0)])
+    engine.step()
+    engine.set_params(PolicySnapshot(1, PARAMS[1]))
+    engine.submit([Request(1, prompt, 18, 1.0)])
+    assert engine.step() == []  # both are in slots now
+    after = drain(engine)[1]
+    response = after.policy_versions == 1
+    np.testing.assert_allclose(
+        after.behaviour_logprobs[response], teacher_forced(PARAMS[1], after.tokens)[response], atol=1e-4
+    )
+
+
+def test_finish_swaps_between_samples_alone():
+    program = make_program(MODEL, dataclasses.replace(CONFIG, kv_on_update="finish"))
+    engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=1)
+    engine.submit(requests(9))
+    done = engine.step()
+    with pytest.raises(RuntimeError, match="swap when none is"):
+        engine.set_params(PolicySnapshot(1, PARAMS[1]))
+    engine.admitting = False
+    while engine.live:
+        done += engine.step()
+    engine.set_params(PolicySnapshot(1, PARAMS[1]))
+    engine.admitting = True
+    done += drain(engine).values()
+    versions = {c.request.sample_id: set(c.policy_versions[c.policy_versions >= 0]) for c in done}
+    assert sorted(versions) == list(range(9))
+    assert all(versions[i] == {0} for i in range(4))
+    assert all(versions[i] == {1} for i in range(4, 9))
+
+
+def test_the_next_logits_after_a_swap_are_those_of_a_fresh_forward_under_the_new_weights():
+    """Recomputed keys and values: a greedy token after the swap is the argmax of a whole forward, and so on."""
+    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=0)
+    engine.submit(requests(4, temperature=0.0))
+    for completion in drain(engine, [None, None, 4]).values():
+        positions = np.arange(CONFIG.max_length)[None]
+        padded = np.zeros((1, CONFIG.max_length), np.int32)
+        padded[0, : len(completion.tokens)] = completion.tokens
+        for version in (0, 4):
+            policy = MODEL.bind(PARAMS[version])
+            logits = policy.logits(policy(padded, positions, jnp.ones_like(padded)))[0]
+            drawn = np.flatnonzero(completion.policy_versions == version)
+            np.testing.assert_array_equal(np.argmax(logits[drawn - 1], axis=-1), completion.tokens[drawn])
+
+
 def test_version_stamps_around_a_swap_are_exact():
     engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=2)
     never_ends = [Request(0, np.array([5, 6], np.int32), 9, 0.0)]
@@ -131,13 +209,13 @@ def test_recompute_and_keep_differ_after_a_swap_and_agree_without():
 
 
 def test_nothing_compiles_after_warm_up():
-    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5))
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5, fewer=(1, 2)))
     engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
     counter = CompileCounter()
     engine.warm_up()
     assert counter.total > 0
     counter.warm()
-    engine.submit(requests(17))
+    engine.submit(requests(17) + requests(17))
     drain(engine, [None, 1, None, 2])
     other = Engine(program, PolicySnapshot(0, PARAMS[3]), seed=9)  # what an evaluation does
     other.submit(requests(3, temperature=0.0))

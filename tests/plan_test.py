@@ -79,8 +79,8 @@ def test_what_cannot_fit_is_refused_with_the_largest_part_and_the_remedy(tmp_pat
         "mesh.trainer.fsdp",
     ):
         assert words in str(error.value)
-    with pytest.raises(UserError, match="slots is 32 and the sampler's mesh has data x fsdp = 3"):
-        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(3, plan.GIB))
+    with pytest.raises(UserError, match="slots is 24 and the sampler's mesh has data x fsdp = 5"):
+        plan.make_plan(config, plan.Slice(4, plan.GIB), plan.Slice(5, plan.GIB))
     config.mesh.sampler.tensor = 8
     config.mesh.sampler.data = 1
     with pytest.raises(UserError, match="tensor is 8 and does not divide the model's heads = 28"):
@@ -102,14 +102,14 @@ def test_state_is_counted_exactly_over_the_shards():
     assert made.items["optimizer state (float32)"] == 2 * on_first
 
 
-def test_colocated_counts_the_trainers_model_and_the_versions_in_memory():
+def test_colocated_counts_the_trainers_model():
     config = default.get_config()
     apart = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB))
     together = plan.make_plan(config, plan.Slice(1, plan.GIB), plan.Slice(1, plan.GIB), colocated=True)
     state = apart[0].items["parameters (float32)"]
     assert together[0] == apart[0]
     assert together[1].items["parameters, 3 versions"] == 3 * state
-    assert apart[1].items["parameters, 2 versions"] < 2 * state  # bfloat16, on what is no CPU
+    assert apart[1].items["parameters, 3 versions"] < 3 * state  # bfloat16, on what is no CPU
     assert "both roles on the same devices" in plan.report(together, share_devices=True)
 
 

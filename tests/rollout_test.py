@@ -159,7 +159,7 @@ class FakeSampler:
         self.c, self.name, self.incarnation = c, name, incarnation
         self.sequence, self.held, self.version = 0, [], 0
 
-    def report(self, finished=(), want=0, want_evaluation=0):
+    def report(self, finished=(), want=0, want_evaluation=0, loading=-1):
         self.sequence += 1
         reply = self.c.exchange(
             Report(
@@ -168,6 +168,7 @@ class FakeSampler:
                 self.c.run,
                 self.sequence,
                 self.version,
+                loading,
                 want,
                 want_evaluation,
                 tuple(finished),
@@ -356,6 +357,20 @@ def test_injected_staleness_is_exact():
         assert max(0, version + 1 - 3) in c.needed_versions()
 
 
+def test_the_weights_that_a_sampler_reads_are_kept_until_it_says_otherwise():
+    c = coordinator()
+    s = FakeSampler(c)
+    s.report()
+    c.publish(1)
+    s.report()  # is told of 1, and begins to read it
+    for version in (2, 3, 4):
+        c.publish(version)
+        s.report(loading=1)
+        assert {1, version} <= c.needed_versions()
+    s.report()
+    assert 1 not in c.needed_versions()
+
+
 def test_when_samplers_worked_is_known_from_their_reports():
     c = coordinator()
     s = FakeSampler(c)
@@ -363,7 +378,7 @@ def test_when_samplers_worked_is_known_from_their_reports():
     began = time.monotonic()
     for busy in (0.25, 0.25, 1.0):
         s.sequence += 1
-        c.exchange(Report("a", "1", c.run, s.sequence, 0, 0, 0, (), SamplerStats(busy_seconds=busy)))
+        c.exchange(Report("a", "1", c.run, s.sequence, 0, -1, 0, 0, (), SamplerStats(busy_seconds=busy)))
     spans, _ = c.activity()
     assert [span.end - span.start for span in spans] == [pytest.approx(0.25), pytest.approx(0.75)]
     assert all(span.end >= began for span in spans)
@@ -473,7 +488,7 @@ def test_what_was_drawn_for_another_run_of_the_trainer_is_not_taken():
     s = FakeSampler(c)
     s.report(want=2)
     done = [s.finish(*h) for h in s.held]
-    stale = Report("a", "1", 9, "another run", 0, 0, 0, tuple(done), SamplerStats())
+    stale = Report("a", "1", 9, "another run", 0, -1, 0, 0, tuple(done), SamplerStats())
     c.exchange(stale)
     assert c.counts()["leased"] == 2
 

@@ -36,9 +36,9 @@ def run(output, argv):
         fixed = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state.params)
         engine = engine or Engine(program, PolicySnapshot(version, fixed), config.seed)
         engine.set_params(PolicySnapshot(version, fixed))
-        batch, finished, prompts, left = [], 0, {}, config.trainer.batch_prompts
+        batch, prompts, left = [], {}, config.trainer.batch_prompts
         while left or engine.unfinished:
-            room = r.slots - engine.unfinished - finished
+            room = r.slots - engine.unfinished
             while room > 0 and left:
                 prompt, _ = next_problem()
                 ids = range(next_prompt * r.group_size, (next_prompt + 1) * r.group_size)
@@ -46,7 +46,6 @@ def run(output, argv):
                 prompts |= dict.fromkeys(ids, prompt)
                 next_prompt, left, room = next_prompt + 1, left - 1, room - r.group_size
             done = engine.step()
-            finished = len(done)
             batch += [grader(prompts[c.request.sample_id], c, False).result()[0] for c in done]
         batch.sort(key=lambda t: t.sample_id)
         state, _ = learner.step(state, batch, version)

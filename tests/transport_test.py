@@ -26,7 +26,7 @@ LEASE = Lease(Prompt(3, np.array([4, 5], np.int32), "1+2=", "3"), (6, 7), 2, Non
 def make_report(sequence=1, **changes):
     fields = {
         "sampler": "a", "incarnation": "x", "run": "r", "sequence": sequence,
-        "version": 1, "want": 2, "want_evaluation": 0,
+        "version": 1, "loading": -1, "want": 2, "want_evaluation": 0,
         "trajectories": (trajectory(1, 2, 3, RNG),), "stats": SamplerStats(busy_seconds=1.5),
     }  # fmt: skip
     return Report(**(fields | changes))

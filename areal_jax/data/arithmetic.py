@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from areal_jax.data.exclusive import exclusive
 from areal_jax.types import UserError
 
 MIN_DIGITS, MAX_DIGITS, GEOMETRIC_P = 2, 6, 0.2
@@ -121,7 +122,8 @@ def load(split: str, cache_dir: pathlib.Path, task: str = "arithmetic") -> Seque
     tfds.disable_progress_bar()
     try:
         builder = ArealArithmetic(config=task, data_dir=str(directory), file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it downloads, which it does not
+        # it prints that it downloads, which it does not
+        with exclusive(directory), contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare()
         source = builder.as_data_source(split=split)
         written = builder.info.splits[split].num_examples

@@ -21,6 +21,7 @@ from typing import Any
 
 from areal_jax.answers import final_answer
 from areal_jax.data import arithmetic
+from areal_jax.data.exclusive import exclusive
 from areal_jax.types import UserError
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ def _tfds(config: SourceConfig, split: str) -> Source:
     wanted = {"train": config.train_split, "validation": config.validation_split, "test": config.test_split}[split]
     try:
         builder = tfds.builder(name, data_dir=str(config.cache_dir / "tfds"), file_format="array_record")
-        builder.download_and_prepare()
+        with exclusive(config.cache_dir / "tfds"):
+            builder.download_and_prepare()
         source = builder.as_data_source(split=wanted)
     except (tfds.core.registered.DatasetNotFoundError, ValueError, OSError, NotImplementedError) as error:
         reason = "no such data set" if isinstance(error, tfds.core.registered.DatasetNotFoundError) else str(error)

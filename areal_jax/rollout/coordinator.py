@@ -201,7 +201,7 @@ class Coordinator:
         """Versions that a sampler may be loading, or that an evaluation is pinned to."""
         with self._changed:
             pinned = {self._gate.offered(self._version), *self._board.pinned_versions()}
-            return self._holders.announced_versions() | pinned
+            return self._holders.needed_versions() | pinned
 
     def occupancy(self) -> int:
         """Samples in complete groups that wait for the trainer."""

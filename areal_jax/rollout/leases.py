@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from areal_jax.transport.messages import Report, SamplerStats
-from areal_jax.types import Lease
+from areal_jax.types import NO_VERSION, Lease
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,9 @@ class _Holder:
     incarnation: str
     last_seen: float
     announced: int
-    """The newest policy version it was told of: it may be loading that one."""
+    """The newest policy version it was told of: it may begin to read that one at any time."""
+    loading: int
+    """The version that it reads, by its last report; -1 for none."""
     stats: SamplerStats
     held: dict[int, Lease] = dataclasses.field(default_factory=dict)
     """sample id -> its lease, until the sample is returned."""
@@ -58,12 +60,12 @@ class LeaseHolders:
             self._lose(report.sampler)
             holder = None
         if holder is None:
-            holder = _Holder(report.incarnation, 0.0, version, report.stats)
+            holder = _Holder(report.incarnation, 0.0, version, report.loading, report.stats)
             self._holders[report.sampler] = holder
         now, worked = time.monotonic(), report.stats.busy_seconds - holder.stats.busy_seconds
         if worked > 0:
             self._spans.append(BusySpan(report.sampler, now - worked, now))
-        holder.last_seen, holder.stats = now, report.stats
+        holder.last_seen, holder.stats, holder.loading = now, report.stats, report.loading
 
     def take_spans(self) -> list[BusySpan]:
         """What samplers have worked since the last call."""
@@ -110,8 +112,10 @@ class LeaseHolders:
         for holder in self._holders.values():
             holder.held.pop(sample_id, None)
 
-    def announced_versions(self) -> set[int]:
-        return {holder.announced for holder in self._holders.values()}
+    def needed_versions(self) -> set[int]:
+        """What samplers read, or may begin to."""
+        versions = {v for holder in self._holders.values() for v in (holder.announced, holder.loading)}
+        return versions - {NO_VERSION}
 
     def stats(self) -> dict[str, SamplerStats]:
         """Of every incarnation of every sampler, those that are gone included."""

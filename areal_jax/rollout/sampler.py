@@ -1,6 +1,7 @@
-"""A sampler's work, one turn at a time: report -> swap weights -> decode -> grade.
+"""A sampler's work, one turn at a time: report -> accept work -> swap weights -> decode -> grade.
 
-It holds no state worth saving: what it was leased is issued again if it dies.
+It holds no state worth saving: what it was leased is issued again if it dies. While a turn talks to the trainer and
+grades, the device decodes and the next weights are read.
 """
 
 from __future__ import annotations
@@ -9,22 +10,53 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from areal_jax.rollout.engine import Completion, Engine, Program, Request
+from areal_jax.rollout.engine import Completion, Engine, Request
 from areal_jax.rollout.grading import Grader, Grading
+from areal_jax.rollout.programs import Program
+from areal_jax.rollout.weight_loader import WeightLoader
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.transport.trajectories import Link
 from areal_jax.transport.weights import WeightChannel
-from areal_jax.types import Lease, PolicySnapshot, Trajectory
+from areal_jax.types import NO_VERSION, Lease, PolicySnapshot, Trajectory
 
-NO_VERSION = -1
-"""Of parameters that no trainer published: every published version is newer."""
-
-GRADING_SECONDS = 0.005
-"""How long a turn that has nothing to decode waits for a grade."""
+WAITING_SECONDS = 0.005
+"""How long a turn that has nothing to decode waits for weights, and for a grade."""
 
 log = logging.getLogger(__name__)
+
+
+class _Drawn:
+    """What has been drawn and not been acknowledged yet: samples whose grades are awaited, and trajectories to send."""
+
+    def __init__(self) -> None:
+        self.grading: list[Grading] = []
+        self.outbox: list[Trajectory] = []
+
+    def collect(self, wait: bool) -> tuple[int, int]:
+        """Moves what has its reward to the outbox, or everything (wait). Returns how many, and how many ran out of
+        time."""
+        unfinished, graded, timeouts = [], 0, 0
+        for grading in self.grading:
+            if not (wait or grading.done()):
+                unfinished.append(grading)
+                continue
+            trajectory, timed_out = grading.result()
+            self.outbox.append(trajectory)
+            graded, timeouts = graded + 1, timeouts + timed_out
+        self.grading = unfinished
+        return graded, timeouts
+
+    def sendable(self, credits: int) -> list[Trajectory]:
+        """So many training trajectories, and every one of an evaluation."""
+        training = [t for t in self.outbox if not t.evaluation]
+        return training[:credits] + [t for t in self.outbox if t.evaluation]
+
+    def sent(self, trajectories: Sequence[Trajectory]) -> None:
+        acknowledged = {t.sample_id for t in trajectories}
+        self.outbox = [t for t in self.outbox if t.sample_id not in acknowledged]
 
 
 class Sampler:
@@ -37,24 +69,31 @@ class Sampler:
         channel: WeightChannel,
         grader: Grader,
         seed: int,
-        wait_for_grades: bool = False,
+        deterministic: bool = False,
     ):
-        """wait_for_grades: hand samples in in the order in which they were drawn, however long their grades take."""
-        self._wait_for_grades = wait_for_grades
+        """deterministic: what it does depends on nothing's speed. It hands samples in in the order in which they were
+        drawn, and waits for grades and weights."""
         self._name, self._incarnation, self._seed = name, uuid.uuid4().hex, seed
-        self._program, self._channel, self._grader = program, channel, grader
+        self._program, self._grader, self._deterministic = program, grader, deterministic
+        self._loader = WeightLoader(channel, program.model.abstract_params, wait=deterministic)
         self._link: Link | None = None
         self._engine: Engine | None = None
         self._evaluation: Engine | None = None
-        self._leases: dict[int, Lease] = {}  # by sample id, of the samples being drawn
-        self._backlog: list[Lease] = []  # need newer weights than are here
-        self._run = ""
-        self._grading: list[Grading] = []
-        self._outbox: list[Trajectory] = []
-        self._credits = 0
         self._sequence = 0
         self._stats = SamplerStats()
         self._started = time.monotonic()
+        self._begin_run("")
+
+    def _begin_run(self, run: str) -> None:
+        """Holds nothing of any run."""
+        self._run = run
+        self._newest = NO_VERSION  # that the trainer has announced
+        self._next: PolicySnapshot | None = None  # read, and to be swapped in
+        self._leases: dict[int, Lease] = {}  # by sample id, of the samples being drawn
+        self._backlog: list[Lease] = []  # need newer weights than are here
+        self._evaluation_backlog: list[Lease] = []  # need the weights of their version
+        self._drawn = _Drawn()
+        self._credits = 0  # training trajectories that the next report may carry
 
     def start(self, snapshot: PolicySnapshot) -> None:
         """Builds the engine and compiles every shape it can meet."""
@@ -66,24 +105,36 @@ class Sampler:
         self._link = link
         self._started = time.monotonic()
 
+    def close(self) -> None:
+        self._loader.close()
+
     def turn(self, compiles_after_warmup: int = 0) -> tuple[bool, bool]:
         """One exchange with the trainer and one chunk of decoding. Returns (worked, told to stop)."""
         if self._engine is None or self._link is None:
             raise RuntimeError("start() and connect() come before turn()")
-        stop = self._exchange(self._engine, self._link, compiles_after_warmup)
         began = time.monotonic()
-        engines = [e for e in (self._engine, self._evaluation) if e is not None and e.unfinished]
+        decoding = any(e.in_flight for e in self._engines())
+        stop = self._exchange(self._engine, self._link, compiles_after_warmup)
+        if not decoding:  # then the exchange was no work
+            began = time.monotonic()
+        self._update_weights(self._engine)
+        self._accept(self._engine)
+        engines = self._engines()
         for engine in engines:
-            self._grading += [self._grade(c) for c in engine.step()]
-        worked = bool(engines or self._grading)
-        if self._grading and (self._wait_for_grades or not engines):
-            self._grading[0].wait(None if self._wait_for_grades else GRADING_SECONDS)
-        self._collect_grades()
+            self._drawn.grading += [self._grade(c) for c in engine.step()]
+        worked = bool(engines or self._drawn.grading)
+        if self._drawn.grading and not engines:
+            self._drawn.grading[0].wait(WAITING_SECONDS)
+        graded, timeouts = self._drawn.collect(wait=self._deterministic)
         if self._evaluation is not None and not self._evaluation.unfinished:
             self._evaluation = None
-        if engines:
-            self._add(busy_seconds=time.monotonic() - began)
+        busy = time.monotonic() - began if engines else 0.0
+        self._add(busy_seconds=busy, graded=graded, grading_timeouts=timeouts)
         return worked, stop
+
+    def _engines(self) -> list[Engine]:
+        """Those with something to draw."""
+        return [e for e in (self._engine, self._evaluation) if e is not None and e.unfinished]
 
     def _exchange(self, engine: Engine, link: Link, compiles_after_warmup: int) -> bool:
         self._stats = dataclasses.replace(
@@ -93,12 +144,7 @@ class Sampler:
             decoded_slot_steps=engine.decoded_slot_steps,
             compiles_after_warmup=compiles_after_warmup,
         )
-        training = [t for t in self._outbox if not t.evaluation]
-        sent = training[: self._credits] + [t for t in self._outbox if t.evaluation]
-        slots, static = self._program.config.slots, self._program.config.static
-        evaluating = self._evaluation.unfinished if self._evaluation else 0
-        waiting = sum(len(lease.sample_ids) for lease in self._backlog) + len(self._grading)
-        held = engine.unfinished + len(training) + waiting
+        sent = self._drawn.sendable(self._credits)
         self._sequence += 1
         report = Report(
             self._name,
@@ -106,79 +152,104 @@ class Sampler:
             self._run,
             self._sequence,
             version=engine.version,
-            want=0 if static and held else max(0, slots - held),
-            want_evaluation=slots - evaluating,
+            loading=NO_VERSION if self._loader.loading is None else self._loader.loading,
+            want=self._want(engine, len(self._drawn.outbox) - len(sent)),
+            want_evaluation=self._want_evaluation(),
             trajectories=tuple(sent),
             stats=self._stats,
         )
         reply = link.exchange(report)
         if reply.run != self._run:
-            engine = self._forget(reply.run)
-        acknowledged = {t.sample_id for t in sent}
-        self._outbox = [t for t in self._outbox if t.sample_id not in acknowledged]
+            self._forget(engine, reply.run)
+        self._drawn.sent(sent)
         self._credits = reply.credits
-        self._backlog += reply.leases
-        if reply.version > engine.version:
-            self._swap(engine, reply.version)
-        ready = [lease for lease in self._backlog if lease.min_version <= engine.version]
-        self._backlog = [lease for lease in self._backlog if lease.min_version > engine.version]
-        for lease in ready:
-            self._accept(lease, engine)
+        self._newest = reply.version
+        for lease in reply.leases:
+            (self._backlog if lease.pinned_version is None else self._evaluation_backlog).append(lease)
         return reply.stop
 
-    def _swap(self, engine: Engine, version: int) -> None:
-        """Loads the weights; if they are gone already (this sampler was given up), the next reply names newer ones."""
-        began = time.monotonic()
-        try:
-            snapshot = self._channel.load(version, self._program.model.abstract_params)
-        except KeyError as error:
-            log.warning("%s; waiting for a newer one", error)
+    def _want(self, engine: Engine, unsent: int) -> int:
+        """Training samples to ask for: some more than there are slots, so that a slot that becomes free is filled at
+        once. What the trainer has no room for keeps others from being drawn."""
+        waiting = sum(len(lease.sample_ids) for lease in self._backlog) + len(self._drawn.grading)
+        held = engine.unfinished + unsent + waiting
+        if self._program.config.static:
+            return 0 if held else self._program.config.slots
+        return max(0, self._capacity() - held)
+
+    def _want_evaluation(self) -> int:
+        evaluating = self._evaluation.unfinished if self._evaluation else 0
+        return max(0, self._capacity() - evaluating - len(self._evaluation_backlog))
+
+    def _capacity(self) -> int:
+        slots = self._program.config.slots
+        return slots if self._deterministic else slots + slots // 8
+
+    def _update_weights(self, engine: Engine) -> None:
+        """Has newer weights read beside decoding, and swaps them in between two chunks."""
+        if self._loader.loading is None and (version := self._version_to_read(engine)) is not None:
+            self._loader.begin(version)
+        read = self._loader.collect(0.0 if self._engines() else WAITING_SECONDS)
+        if read is not None:
+            version, snapshot = read
+            if snapshot is None:  # gone: whoever measures it has done so
+                self._evaluation_backlog = [x for x in self._evaluation_backlog if x.pinned_version != version]
+            else:
+                self._evaluation = self._evaluation_engine(snapshot)
+                if engine.version < version <= self._newest:  # an evaluation's may be newer than what training may use
+                    self._next = snapshot
+        if self._next is None:
             return
-        engine.set_params(snapshot)
-        took = time.monotonic() - began
-        self._add(busy_seconds=took, swaps=1, swap_seconds=took)
+        engine.admitting = self._program.config.kv_on_update != "finish"
+        if engine.admitting or not engine.live:
+            pause = engine.set_params(self._next)
+            self._next, engine.admitting = None, True
+            self._add(swaps=1, swap_seconds=pause)
 
-    def _forget(self, run: str) -> Engine:
+    def _version_to_read(self, engine: Engine) -> int | None:
+        """What an evaluation waits for, or else the newest, unless it is here."""
+        here = {e.version for e in (engine, self._evaluation) if e is not None}
+        pinned = [lease.pinned_version for lease in self._evaluation_backlog if lease.pinned_version not in here]
+        newest_here = max(engine.version, self._next.version if self._next else NO_VERSION)
+        return pinned[0] if pinned else self._newest if self._newest > newest_here else None
+
+    def _evaluation_engine(self, snapshot: PolicySnapshot) -> Engine | None:
+        """An engine beside the training one, with the same compiled programs, if an evaluation waits for this version;
+        else the present one."""
+        if not any(lease.pinned_version == snapshot.version for lease in self._evaluation_backlog):
+            return self._evaluation
+        if self._evaluation is not None and self._evaluation.version == snapshot.version:
+            return self._evaluation
+        return Engine(self._program, snapshot, self._seed)
+
+    def _forget(self, engine: Engine, run: str) -> None:
         """The trainer was started anew: what was drawn for its last run, and its weights, are worth nothing."""
-        assert self._engine is not None
-        self._run, self._evaluation = run, None
-        self._leases, self._backlog, self._grading, self._outbox, self._credits = {}, [], [], [], 0
-        self._engine = Engine(self._program, PolicySnapshot(NO_VERSION, self._engine.snapshot.params), self._seed)
-        return self._engine
+        self._loader.collect(timeout=None)
+        self._evaluation = None
+        self._engine = Engine(self._program, PolicySnapshot(NO_VERSION, engine.snapshot.params), self._seed)
+        self._begin_run(run)
 
-    def _accept(self, lease: Lease, engine: Engine) -> None:
-        target, ids = engine, lease.sample_ids
-        if lease.pinned_version is not None:
-            target = self._evaluation_engine(lease.pinned_version, engine)
-        else:  # a sampler that was given up and is back may be leased what it is still drawing
-            ids = tuple(i for i in ids if i not in self._leases)
-        self._leases |= dict.fromkeys(ids, lease)
-        target.submit([Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in ids])
+    def _accept(self, engine: Engine) -> None:
+        """Starts what the weights that are here allow."""
+        self._evaluation = self._evaluation_engine(engine.snapshot)
+        if self._evaluation is not None:
+            version = self._evaluation.version
+            self._submit(self._evaluation, [x for x in self._evaluation_backlog if x.pinned_version == version])
+            self._evaluation_backlog = [x for x in self._evaluation_backlog if x.pinned_version != version]
+        ready = [lease for lease in self._backlog if lease.min_version <= engine.version]
+        self._backlog = [lease for lease in self._backlog if lease.min_version > engine.version]
+        self._submit(engine, ready)
 
-    def _evaluation_engine(self, version: int, engine: Engine) -> Engine:
-        """An engine beside the training one, with the same compiled programs, fixed to one version."""
-        if self._evaluation is None or self._evaluation.version != version:
-            pinned = engine.snapshot
-            if pinned.version != version:
-                pinned = self._channel.load(version, self._program.model.abstract_params)
-            self._evaluation = Engine(self._program, pinned, self._seed)
-        return self._evaluation
+    def _submit(self, engine: Engine, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            # a sampler that was given up and is back may be leased what it is still drawing
+            ids = [i for i in lease.sample_ids if lease.pinned_version is not None or i not in self._leases]
+            self._leases |= dict.fromkeys(ids, lease)
+            engine.submit([Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in ids])
 
     def _grade(self, completion: Completion) -> Grading:
         lease = self._leases.pop(completion.request.sample_id)
         return self._grader(lease.prompt, completion, lease.pinned_version is not None)
-
-    def _collect_grades(self) -> None:
-        """Moves what has its reward to the outbox."""
-        unfinished = []
-        for grading in self._grading:
-            if not (grading.done() or self._wait_for_grades):
-                unfinished.append(grading)
-                continue
-            trajectory, timed_out = grading.result()
-            self._outbox.append(trajectory)
-            self._add(graded=1, grading_timeouts=int(timed_out))
-        self._grading = unfinished
 
     def _add(self, **increments: Any) -> None:
         values = {k: getattr(self._stats, k) + v for k, v in increments.items()}

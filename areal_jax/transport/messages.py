@@ -36,10 +36,11 @@ class SamplerStats:
     decoded_slot_steps: int = 0
     """Slots x decode steps of the training engine, useful or not."""
     busy_seconds: float = 0.0
-    """Time spent filling, decoding, grading and swapping weights."""
+    """Time in which it decoded, filled slots, graded or swapped weights."""
     wall_seconds: float = 0.0
     swaps: int = 0
     swap_seconds: float = 0.0
+    """For which swaps kept decoding from going on."""
     compiles_after_warmup: int = 0
     graded: int = 0
     """Training and evaluation samples."""
@@ -59,7 +60,9 @@ class Report:
     sequence: int
     """Counts this incarnation's reports from 1; a report sent again keeps its number."""
     version: int
-    """The policy version that the sampler holds."""
+    """The policy version that the sampler draws with."""
+    loading: int
+    """The version that it is reading; -1 for none. The trainer keeps it."""
     want: int
     """Training samples that it could start."""
     want_evaluation: int

@@ -1,0 +1,61 @@
+"""Reads weights beside decoding."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+
+from areal_jax.transport.weights import WeightChannel
+from areal_jax.types import Params, PolicySnapshot
+
+log = logging.getLogger(__name__)
+
+
+class WeightLoader:
+    """Reads one version at a time from the channel, in a thread of its own. Its methods are for one caller."""
+
+    def __init__(self, channel: WeightChannel, abstract_params: Params, wait: bool = False):
+        """wait: `begin` returns only when the version is read, so that nothing depends on how long that takes."""
+        self._channel, self._abstract_params, self._wait = channel, abstract_params, wait
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "weights")
+        self._reading: concurrent.futures.Future[PolicySnapshot | None] | None = None
+        self._version: int | None = None
+
+    @property
+    def loading(self) -> int | None:
+        """The version that is being read, or read and not yet collected."""
+        return self._version
+
+    def begin(self, version: int) -> None:
+        """Starts to read a version. Raises RuntimeError while another one is under way."""
+        if self._reading is not None:
+            raise RuntimeError(f"version {self._version} is being read; collect it before version {version}")
+        self._version = version
+        self._reading = self._thread.submit(self._read, version)
+        if self._wait:
+            concurrent.futures.wait([self._reading])
+
+    def collect(self, timeout: float | None) -> tuple[int, PolicySnapshot | None] | None:
+        """The version that has been read, with its weights, or with None if it was gone already. None if nothing has
+        been read after `timeout` seconds (None: however long it takes).
+
+        Raises what reading raised.
+        """
+        if self._version is None or self._reading is None:
+            return None
+        if not concurrent.futures.wait([self._reading], timeout).done:
+            return None
+        version, snapshot = self._version, self._reading.result()
+        self._reading = self._version = None
+        return version, snapshot
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        self._thread.shutdown()
+
+    def _read(self, version: int) -> PolicySnapshot | None:
+        try:
+            return self._channel.load(version, self._abstract_params)
+        except KeyError as error:  # this sampler was given up: the next reply names newer ones
+            log.warning("%s; waiting for a newer one", error)
+            return None

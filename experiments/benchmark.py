@@ -1,0 +1,184 @@
+"""Speed of the parts on one machine, to be compared with other programs on the same shapes.
+
+    python -m experiments.benchmark generate
+    python -m experiments.benchmark generate --n-eos 64 --requests 128      # lengths with a long tail
+    python -m experiments.benchmark endurance                               # compiles and memory over 20,000 requests
+
+Models are Llama-like with random weights, prompts random tokens, everything float32 on a CPU. With --n-eos k the
+tokens 1 to k end a response, which for an untrained model makes its length about geometric with mean vocabulary / k.
+A rate counts useful tokens alone: no end of sequence, nothing after it. `cpu_s` is user and system time of the
+process, the figure to compare on a shared machine; use one core where the others do (`taskset -c 1`,
+XLA_FLAGS=--xla_cpu_multi_thread_eigen=false). The last line is the record, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax import sharding
+from areal_jax.compiles import CompileCounter
+from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.rollout.engine import Completion, Engine, Request
+from areal_jax.rollout.programs import EngineConfig, make_program
+from areal_jax.types import PolicySnapshot
+
+LLAMA = TransformerConfig(
+    vocab_size=4096, layers=4, d_model=256, heads=4, kv_heads=2, head_dim=64, d_ff=1024, norm_eps=1e-5
+)
+MODELS = {
+    "tiny": LLAMA,  # 6.0M parameters
+    "small": dataclasses.replace(LLAMA, layers=6, d_model=384, heads=6, d_ff=1536),  # 16M
+    "smol135": dataclasses.replace(  # SmolLM2-135M's shape
+        LLAMA, vocab_size=49152, layers=30, d_model=576, heads=9, kv_heads=3, d_ff=1536, tied_embeddings=True
+    ),
+}
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = cli.add_subparsers(dest="kind", required=True)
+    for name, run in (("generate", generate), ("endurance", endurance)):
+        kind = kinds.add_parser(name)
+        kind.set_defaults(run=run)
+        kind.add_argument("--config", default="tiny", choices=list(MODELS), help="the model's shape")
+        kind.add_argument("--batch", type=int, default=32, help="slots")
+        kind.add_argument(
+            "--prompt", type=int, default=64, help="longest prompt; lengths are uniform from half of it on"
+        )
+        kind.add_argument("--new", type=int, default=192, help="most tokens of a response")
+        kind.add_argument("--n-eos", type=int, default=64 if name == "endurance" else 0, help="0: nothing ends early")
+        kind.add_argument("--requests", type=int, default=20_000 if name == "endurance" else 0, help="0: one a slot")
+        kind.add_argument("--chunk", type=int, default=16, help="most decode steps between two visits of the host")
+    kinds.choices["generate"].add_argument("--reps", type=int, default=5)
+    kinds.choices["generate"].add_argument("--json", default="", help="a file that the record is appended to")
+    options = cli.parse_args()
+    options.run(options)
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Serves the requests --reps times, after a first time that compiles."""
+    model = make_model(options.config)
+    engine = make_engine(model, options)
+    requests = random_requests(options, model.config.vocab_size)
+    eos = set(engine.config.eos_ids)
+    serve(engine, requests)
+    walls, cpus, tokens = [], [], []
+    steps, drawn = engine.decoded_slot_steps, engine.generated_tokens
+    for _ in range(options.reps):
+        wall, cpu = time.perf_counter(), time.process_time()
+        completions = serve(engine, requests)
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+        tokens.append(sum(len(c.tokens) - len(c.request.prompt) - (int(c.tokens[-1]) in eos) for c in completions))
+    record: dict[str, Any] = {
+        "name": "areal_jax_generate",
+        "median_s": round(statistics.median(walls), 4),
+        "min_s": round(min(walls), 4),
+        "max_s": round(max(walls), 4),
+        "median_rate": round(statistics.median(n / wall for n, wall in zip(tokens, walls, strict=True)), 1),
+        "unit": "tok/s",
+        "reps": options.reps,
+        "cpu_s": round(statistics.median(cpus), 3),
+        "cpu_min": round(min(cpus), 3),
+        "tokens_per_cpu_second": round(statistics.median(n / cpu for n, cpu in zip(tokens, cpus, strict=True)), 1),
+        "slots_useful": round((engine.generated_tokens - drawn) / (engine.decoded_slot_steps - steps), 3),
+        "mean_len": round(statistics.fmean(tokens) / len(requests), 1),
+        "params": model.parameter_count(),
+        "jax": jax.__version__,
+        **{k: getattr(options, k) for k in ("config", "batch", "prompt", "new", "n_eos", "requests", "chunk")},
+    }
+    line = json.dumps(record)
+    print(line, flush=True)
+    if options.json:
+        with open(options.json, "a") as file:
+            file.write(line + "\n")
+
+
+def endurance(options: argparse.Namespace) -> None:
+    """Serves many random requests, a tenth at a time, with a swap of weights in between."""
+    model = make_model(options.config)
+    compiles = CompileCounter()
+    engine = make_engine(model, options)
+    engine.warm_up()
+    compiles.warm()
+    requests = random_requests(options, model.config.vocab_size)
+    weights = [engine.snapshot.params, model.init_params(1)]
+    compiles.after_warmup = 0  # of the second weights
+    part, memory = -(-len(requests) // 10), []
+    for i in range(0, len(requests), part):
+        engine.submit(requests[i : i + part])
+        engine.step()
+        engine.set_params(PolicySnapshot(i // part, weights[i // part % 2]))
+        serve(engine, [])
+        memory.append(resident_mib())
+        print(f"{min(i + part, len(requests))} requests, resident {memory[-1]:.1f} MiB", flush=True)
+    record = {
+        "name": "areal_jax_endurance",
+        "requests": len(requests),
+        "compiles_after_warmup": compiles.after_warmup,
+        "resident_mib_after_a_tenth": round(memory[0], 1),
+        "resident_mib_at_the_end": round(memory[-1], 1),
+        "resident_mib_peak": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+    print(json.dumps(record), flush=True)
+
+
+def make_model(name: str) -> Model:
+    return build_model(MODELS[name], sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
+
+
+def make_engine(model: Model, options: argparse.Namespace) -> Engine:
+    slots, longest = options.batch, options.prompt + options.new
+    config = EngineConfig(
+        slots=slots,
+        max_prompt_length=options.prompt,
+        max_length=longest,
+        chunk=options.chunk,
+        row_ladder=tuple(sorted({max(1, slots // n) for n in (32, 8, 2)})),
+        length_ladder=(options.prompt, longest),
+        prefill_tokens=slots * longest,
+        eos_ids=tuple(range(1, options.n_eos + 1)),
+        kv_on_update="recompute",
+        fewer=tuple(sorted({slots // n for n in (4, 2) if slots // n})),
+    )
+    return Engine(make_program(model, config), PolicySnapshot(0, model.init_params(0)), seed=0)
+
+
+def random_requests(options: argparse.Namespace, vocabulary: int) -> list[Request]:
+    """At least one a slot, of tokens from the upper half of the vocabulary; the first prompt is a longest one."""
+    rng = np.random.default_rng(0)
+
+    def tokens(length: int) -> np.ndarray:
+        return rng.integers(vocabulary // 2, vocabulary, size=length).astype(np.int32)
+
+    count = max(options.requests, options.batch)
+    prompts = [tokens(int(rng.integers(options.prompt // 2, options.prompt + 1))) for _ in range(count)]
+    prompts[0] = tokens(options.prompt)
+    return [Request(i, prompt, options.new, 1.0) for i, prompt in enumerate(prompts)]
+
+
+def serve(engine: Engine, requests: list[Request]) -> list[Completion]:
+    engine.submit(requests)
+    done: list[Completion] = []
+    while engine.unfinished:
+        done += engine.step()
+    return done
+
+
+def resident_mib() -> float:
+    """Of this process, now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+if __name__ == "__main__":
+    main()
