@@ -21,12 +21,19 @@ from areal_jax.models import pretrained
 from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rewards.pool import PoolConfig
+from areal_jax.rollout.blocks import Paging
 from areal_jax.rollout.grading import Grader, GradingConfig
 from areal_jax.rollout.programs import EngineConfig, Program, make_program
 from areal_jax.rollout.sampling import Filter
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.transport.messages import Limits
 from areal_jax.types import UserError
+
+LONG = 1024
+"""Tokens of a sequence from which on another length of refills is worth its compilation."""
+
+PAGED_SHARE = 0.4
+"""Tokens of a paged cache, by default, of those of a dense one. With a long tail about a quarter are alive at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +111,11 @@ def model_on(
         raise UserError(
             f"rollout.slots is {slots} and the {role}'s mesh has data x fsdp = {shards}: make it a multiple"
         )
+    if samples and config.rollout.cache == "paged" and shards > 1:
+        raise UserError(
+            f"rollout.cache is 'paged' and the {role}'s mesh has data x fsdp = {shards}: a pool of blocks is not split "
+            "over these. Launch more samplers (launch.samplers) of tensor-parallel devices, or use the dense cache"
+        )
     tensor = mesh.shape["tensor"]
     for name in ("heads", "kv_heads", "d_ff"):
         size = getattr(model_config, name)
@@ -125,14 +137,16 @@ def make_sampling_program(config: ml_collections.ConfigDict, model: Model, polic
 
 def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], row_shards: int) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
-    and for the prompt's length, half and all of the longest sequence, within rollout.prefill_tokens; decode for all
-    slots and, with rollout.compaction, for a quarter and a half, where those divide over `row_shards` devices."""
+    and for the prompt's length, half and all of the longest sequence (a quarter too, of LONG ones), within
+    rollout.prefill_tokens; decode for all slots and, with rollout.compaction, for a quarter and a half, where those
+    divide over `row_shards` devices."""
     r = config.rollout
     longest = r.max_prompt_length + r.max_response_length
     rows = {max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)}
     if min(rows) * longest > r.prefill_tokens:
         rows.add(max(1, r.prefill_tokens // longest))
-    lengths = sorted({r.max_prompt_length, max(r.max_prompt_length, longest // 2), longest})
+    parts = (4, 2, 1) if longest >= LONG else (2, 1)
+    lengths = sorted({r.max_prompt_length, *(max(r.max_prompt_length, longest // n) for n in parts)})
     fewer = {r.slots // 4, r.slots // 2} if r.compaction and r.batching == "continuous" else set()
     return EngineConfig(
         slots=r.slots,
@@ -144,10 +158,17 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], 
         prefill_tokens=r.prefill_tokens,
         eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
+        paging=_paging(r, longest) if r.cache == "paged" else None,
         fewer=tuple(sorted(n for n in fewer if n and n % row_shards == 0)),
         kept=Filter(r.top_k, r.top_p, r.min_p),
         static=r.batching == "static",
     )
+
+
+def _paging(rollout: ml_collections.ConfigDict, longest: int) -> Paging:
+    size = rollout.block_size
+    tokens = rollout.cache_tokens or max(PAGED_SHARE * rollout.slots * longest, longest + size)
+    return Paging(blocks=int(tokens // size), block_size=size)
 
 
 def make_grader(config: ml_collections.ConfigDict, policy: Policy) -> Grader:

@@ -16,6 +16,7 @@ from areal_jax.rewards.math import REWARDS
 from areal_jax.rl.advantages import ADVANTAGES
 from areal_jax.rl.corrections import AGGREGATIONS
 from areal_jax.rl.losses import LOSSES
+from areal_jax.rollout.sampler import capacity
 from areal_jax.types import UserError
 
 Check = tuple[Callable[[Any], bool], str]
@@ -88,6 +89,9 @@ CHECKS: dict[str, Check] = {
     "rollout.max_prompt_length": _at_least(1),
     "rollout.max_response_length": _at_least(1),
     "rollout.slots": _at_least(1),
+    "rollout.cache": _one_of("dense", "paged"),
+    "rollout.cache_tokens": _at_least(0),
+    "rollout.block_size": _at_least(1),
     "rollout.prefill_tokens": _at_least(1),
     "rollout.chunk": _at_least(1),
     "rollout.kv_on_update": _one_of("recompute", "keep", "finish"),
@@ -222,6 +226,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"= {longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten them",
     )
     _require(
+        rollout.cache == "dense" or not rollout.cache_tokens or rollout.cache_tokens >= longest + rollout.block_size,
+        f"rollout.cache_tokens is {rollout.cache_tokens}, and one sequence may have {longest} tokens: raise it to at "
+        f"least {longest + rollout.block_size} (a sequence and a block of rollout.block_size), or set it to 0",
+    )
+    _require(
         samples % trainer.minibatches == 0,
         f"trainer.batch_prompts {trainer.batch_prompts} x rollout.group_size {rollout.group_size} = {samples} samples, "
         f"which trainer.minibatches = {trainer.minibatches} does not divide",
@@ -237,7 +246,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"over_stale {rollout.over_stale!r}: only with max_staleness=0 and over_stale='train' is it exact",
     )
     objective.validate(config)
-    most = rollout.slots + rollout.slots // 8  # of training, and as many of an evaluation
+    most = capacity(rollout.slots) + rollout.group_size  # of training, and as many of an evaluation
     report_bytes = 2 * most * (16 * longest + 512)
     _require(
         config.transport.max_message_bytes >= report_bytes,

@@ -44,6 +44,12 @@ def warnings(config: ml_collections.ConfigDict) -> list[str]:
             f"rollout.zero_variance_groups is {groups!r} and advantage.name {estimator!r}: to this estimator a group "
             "that is all right or all wrong has a signal, and it is thrown away"
         )
+    r = config.rollout
+    if r.top_k or r.top_p < 1 or r.min_p > 0:
+        found.append(
+            f"rollout.top_k is {r.top_k}, top_p {r.top_p:g} and min_p {r.min_p:g}: behaviour log-probs are of "
+            "the tokens that these leave, the trainer's of all: every ratio to the behaviour is too small by the rest"
+        )
     return found
 
 
@@ -158,6 +164,10 @@ READ_WHEN: dict[str, ReadWhen] = {
     },
     "critic.coefficient": (lambda c: c.critic.kind == "head", "with critic.kind 'head'"),
     "reward.overlong_factor": (lambda c: c.reward.overlong_buffer > 0, "with reward.overlong_buffer > 0"),
+    **{
+        f"rollout.{key}": (lambda c: c.rollout.cache == "paged", "with rollout.cache 'paged'")
+        for key in ("cache_tokens", "block_size")
+    },
     "rollout.max_refills": (lambda c: c.rollout.zero_variance_groups == "refill", "with zero_variance_groups 'refill'"),
 }
 """key -> whether a config reads it, and when that is. An override that is not read is refused."""

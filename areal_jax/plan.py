@@ -18,8 +18,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from areal_jax import build, sharding
 from areal_jax.launch.processes import MEMORY_SHARE
+from areal_jax.models.attention import QUERY_BLOCK
 from areal_jax.models.critic import build_critic
-from areal_jax.models.transformer import QUERY_BLOCK, Model, TransformerConfig
+from areal_jax.models.transformer import Model, TransformerConfig
 from areal_jax.types import UserError
 
 GIB = 1 << 30
@@ -184,8 +185,12 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     data, tensor = sharding.row_shards(model.mesh), shape["tensor"]
     state, engine = _state_bytes(model), build.engine_config(config, (), data)
     size = jnp.dtype(c.compute_dtype).itemsize
-    cache = 2 * c.layers * engine.slots * engine.max_length * c.kv_heads * c.head_dim * size // (data * tensor)
+    token = 2 * c.layers * c.kv_heads * c.head_dim * size  # keys and values of one
+    paging, fewer = engine.paging, max(engine.fewer, default=0)
+    positions = paging.blocks * paging.block_size if paging else engine.slots * engine.max_length
+    cache = token * positions // (data * tensor)
     tables = 3 * 4 * engine.slots * engine.max_length
+    apart = (tables + (0 if paging else cache)) * fewer // engine.slots  # blocks stay where they are
     tokens = min(engine.row_ladder[-1] * engine.max_length, max(engine.prefill_tokens, engine.max_length))
     scores = tokens * c.heads * min(engine.max_length, QUERY_BLOCK) * 8
     prefill = tokens * 3 * c.d_model * size + (tokens * 2 * c.d_ff * size + scores) // tensor
@@ -193,10 +198,8 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
     items = {
         f"parameters, {VERSIONS} versions": VERSIONS * state,
-        "keys and values, tokens": cache + tables,
-        "those of the last slots alive, computed apart": (cache + tables)
-        * max(engine.fewer, default=0)
-        // engine.slots,
+        f"keys and values ({config.rollout.cache}), tokens": cache + tables,
+        "those of the last slots alive, computed apart": apart,
         "the same, of an evaluation beside training": cache + tables,
         "prefill or decode step": max(prefill, logits),
     }

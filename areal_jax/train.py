@@ -227,9 +227,11 @@ class _InProcess:
         self._sampler.connect(MemoryLink(self._coordinator.exchange))
 
     def wait_for_batch(self, version: int) -> list[Trajectory]:
+        idle = 0  # turns in a row; one may be, with what the trainer had no room for when it last asked
         while (batch := self._coordinator.take_batch(version, timeout=0.0)) is None:
             worked, _ = self._sampler.turn()
-            if not worked and self._coordinator.occupancy() == 0:
+            idle = 0 if worked else idle + 1
+            if idle > 1 and self._coordinator.occupancy() == 0:
                 raise RuntimeError(
                     f"no samples to draw and no batch at version {version}: {self._coordinator.counts()}"
                 )

@@ -85,6 +85,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.max_prompt_length = 16  # tokens, >= 1
     c.rollout.max_response_length = 72  # tokens, the end of sequence included, >= 1
     c.rollout.slots = 64  # sequences decoded at once per sampler, >= 1
+    # keys and values: dense has a row of prompt + response for each slot; paged has blocks from a common pool of
+    # cache_tokens, so that memory follows the tokens alive: samples wait for blocks, or are computed again
+    c.rollout.cache = "dense"  # dense | paged
+    c.rollout.cache_tokens = 0  # paged: tokens of the pool, >= prompt + response; 0 is 0.4 of what dense would take
+    c.rollout.block_size = 128  # paged: tokens of a block, >= 1
     c.rollout.prefill_tokens = 16384  # most slots x length of one prefill, >= 1; bounds its memory
     c.rollout.batching = "continuous"  # continuous | static (the baseline: all rows are computed until all are done)
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1

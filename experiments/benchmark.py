@@ -1,8 +1,9 @@
 """Speed of the parts on one machine, to be compared with other programs on the same shapes.
 
     python -m experiments.benchmark generate
-    python -m experiments.benchmark generate --n-eos 64 --requests 128      # lengths with a long tail
-    python -m experiments.benchmark endurance                               # compiles and memory over 20,000 requests
+    python -m experiments.benchmark generate --n-eos 64 --requests 128    # lengths with a long tail
+    python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
+    python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
 
 Models are Llama-like with random weights, prompts random tokens, everything float32 on a CPU. With --n-eos k the
 tokens 1 to k end a response, which for an untrained model makes its length about geometric with mean vocabulary / k.
@@ -19,6 +20,7 @@ import json
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ import numpy as np
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.rollout.blocks import Paging
 from areal_jax.rollout.engine import Completion, Engine, Request
 from areal_jax.rollout.programs import EngineConfig, make_program
 from areal_jax.types import PolicySnapshot
@@ -35,7 +38,8 @@ LLAMA = TransformerConfig(
     vocab_size=4096, layers=4, d_model=256, heads=4, kv_heads=2, head_dim=64, d_ff=1024, norm_eps=1e-5
 )
 MODELS = {
-    "tiny": LLAMA,  # 6.0M parameters
+    "pico": dataclasses.replace(LLAMA, layers=2, d_model=64, kv_heads=1, head_dim=32, d_ff=128),  # 0.6M parameters
+    "tiny": LLAMA,  # 6.0M
     "small": dataclasses.replace(LLAMA, layers=6, d_model=384, heads=6, d_ff=1536),  # 16M
     "smol135": dataclasses.replace(  # SmolLM2-135M's shape
         LLAMA, vocab_size=49152, layers=30, d_model=576, heads=9, kv_heads=3, d_ff=1536, tied_embeddings=True
@@ -43,43 +47,15 @@ MODELS = {
 }
 
 
-def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = cli.add_subparsers(dest="kind", required=True)
-    for name, run in (("generate", generate), ("endurance", endurance)):
-        kind = kinds.add_parser(name)
-        kind.set_defaults(run=run)
-        kind.add_argument("--config", default="tiny", choices=list(MODELS), help="the model's shape")
-        kind.add_argument("--batch", type=int, default=32, help="slots")
-        kind.add_argument(
-            "--prompt", type=int, default=64, help="longest prompt; lengths are uniform from half of it on"
-        )
-        kind.add_argument("--new", type=int, default=192, help="most tokens of a response")
-        kind.add_argument("--n-eos", type=int, default=64 if name == "endurance" else 0, help="0: nothing ends early")
-        kind.add_argument("--requests", type=int, default=20_000 if name == "endurance" else 0, help="0: one a slot")
-        kind.add_argument("--chunk", type=int, default=16, help="most decode steps between two visits of the host")
-    kinds.choices["generate"].add_argument("--reps", type=int, default=5)
-    kinds.choices["generate"].add_argument("--json", default="", help="a file that the record is appended to")
-    options = cli.parse_args()
-    options.run(options)
-
-
-def generate(options: argparse.Namespace) -> None:
+def generate(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the requests --reps times, after a first time that compiles."""
     model = make_model(options.config)
     engine = make_engine(model, options)
     requests = random_requests(options, model.config.vocab_size)
-    eos = set(engine.config.eos_ids)
     serve(engine, requests)
-    walls, cpus, tokens = [], [], []
     steps, drawn = engine.decoded_slot_steps, engine.generated_tokens
-    for _ in range(options.reps):
-        wall, cpu = time.perf_counter(), time.process_time()
-        completions = serve(engine, requests)
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
-        tokens.append(sum(len(c.tokens) - len(c.request.prompt) - (int(c.tokens[-1]) in eos) for c in completions))
-    record: dict[str, Any] = {
+    walls, cpus, tokens = zip(*(timed(engine, requests) for _ in range(options.reps)), strict=True)
+    return {
         "name": "areal_jax_generate",
         "median_s": round(statistics.median(walls), 4),
         "min_s": round(min(walls), 4),
@@ -92,27 +68,51 @@ def generate(options: argparse.Namespace) -> None:
         "tokens_per_cpu_second": round(statistics.median(n / cpu for n, cpu in zip(tokens, cpus, strict=True)), 1),
         "slots_useful": round((engine.generated_tokens - drawn) / (engine.decoded_slot_steps - steps), 3),
         "mean_len": round(statistics.fmean(tokens) / len(requests), 1),
+        "preemptions": engine.preemptions,
         "params": model.parameter_count(),
-        "jax": jax.__version__,
-        **{k: getattr(options, k) for k in ("config", "batch", "prompt", "new", "n_eos", "requests", "chunk")},
+        **workload(options),
     }
-    line = json.dumps(record)
-    print(line, flush=True)
-    if options.json:
-        with open(options.json, "a") as file:
-            file.write(line + "\n")
 
 
-def endurance(options: argparse.Namespace) -> None:
-    """Serves many random requests, a tenth at a time, with a swap of weights in between."""
+def cache(options: argparse.Namespace) -> dict[str, Any]:
+    """Serves the same requests with a dense cache and with a paged one of --cache-share, the two taking turns."""
+    model = make_model(options.config)
+    requests = random_requests(options, model.config.vocab_size)
+    engines: dict[str, Engine] = {}
+    for name, share in (("dense", 0.0), ("paged", options.cache_share)):
+        engines[name] = make_engine(model, argparse.Namespace(**vars(options) | {"cache_share": share}))
+        engines[name].warm_up()
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(options.reps):
+        for name, engine in engines.items():
+            _, cpu, tokens = timed(engine, requests)
+            rates[name].append(tokens / cpu)
+            print(f"{name}: {rates[name][-1]:.0f} useful tokens per CPU second", flush=True)
+    token = 2 * model.config.layers * model.config.kv_heads * model.config.head_dim * 4  # bytes
+    paging = engines["paged"].config.paging
+    assert paging is not None
+    return {
+        "name": "areal_jax_cache",
+        **{f"{name}_tokens_per_cpu_second": round(statistics.median(rates[name]), 1) for name in rates},
+        "paged_is_as_fast": [round(p / d, 3) for p, d in zip(rates["paged"], rates["dense"], strict=True)],
+        "dense_mib": round(token * options.batch * (options.prompt + options.new) / 2**20, 1),
+        "paged_mib": round(token * paging.blocks * paging.block_size / 2**20, 1),
+        "preemptions": engines["paged"].preemptions,
+        "slots_useful": {n: round(e.generated_tokens / e.decoded_slot_steps, 3) for n, e in engines.items()},
+        "reps": options.reps,
+        **workload(options),
+    }
+
+
+def endurance(options: argparse.Namespace) -> dict[str, Any]:
+    """Serves many random requests, a tenth at a time, with a swap of weights in the middle of each."""
     model = make_model(options.config)
     compiles = CompileCounter()
     engine = make_engine(model, options)
     engine.warm_up()
-    compiles.warm()
     requests = random_requests(options, model.config.vocab_size)
     weights = [engine.snapshot.params, model.init_params(1)]
-    compiles.after_warmup = 0  # of the second weights
+    compiles.warm()
     part, memory = -(-len(requests) // 10), []
     for i in range(0, len(requests), part):
         engine.submit(requests[i : i + part])
@@ -121,15 +121,31 @@ def endurance(options: argparse.Namespace) -> None:
         serve(engine, [])
         memory.append(resident_mib())
         print(f"{min(i + part, len(requests))} requests, resident {memory[-1]:.1f} MiB", flush=True)
-    record = {
+    return {
         "name": "areal_jax_endurance",
-        "requests": len(requests),
         "compiles_after_warmup": compiles.after_warmup,
         "resident_mib_after_a_tenth": round(memory[0], 1),
         "resident_mib_at_the_end": round(memory[-1], 1),
         "resident_mib_peak": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        **workload(options),
     }
-    print(json.dumps(record), flush=True)
+
+
+KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str, Any]]] = {
+    "generate": (generate, {}),
+    "cache": (
+        cache,
+        {"config": "pico", "batch": 16, "new": 8128, "n_eos": 2, "requests": 48, "cache_share": 0.4, "reps": 3},
+    ),
+    "endurance": (endurance, {"n_eos": 64, "requests": 20_000}),
+}
+"""name -> (what runs it, its defaults where they are not those of `generate`)."""
+
+
+def workload(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are of."""
+    names = ("config", "batch", "prompt", "new", "n_eos", "requests", "chunk", "cache_share", "block")
+    return {name: getattr(options, name) for name in names}
 
 
 def make_model(name: str) -> Model:
@@ -138,17 +154,19 @@ def make_model(name: str) -> Model:
 
 def make_engine(model: Model, options: argparse.Namespace) -> Engine:
     slots, longest = options.batch, options.prompt + options.new
+    blocks = int(options.cache_share * slots * longest // options.block)
     config = EngineConfig(
         slots=slots,
         max_prompt_length=options.prompt,
         max_length=longest,
         chunk=options.chunk,
         row_ladder=tuple(sorted({max(1, slots // n) for n in (32, 8, 2)})),
-        length_ladder=(options.prompt, longest),
-        prefill_tokens=slots * longest,
+        length_ladder=tuple(sorted({max(options.prompt, longest // n) for n in (longest, 4, 2, 1)})),
+        prefill_tokens=max(longest, slots // 2 * options.prompt),
         eos_ids=tuple(range(1, options.n_eos + 1)),
         kv_on_update="recompute",
         fewer=tuple(sorted({slots // n for n in (4, 2) if slots // n})),
+        paging=Paging(blocks, options.block) if blocks else None,
     )
     return Engine(make_program(model, config), PolicySnapshot(0, model.init_params(0)), seed=0)
 
@@ -161,9 +179,18 @@ def random_requests(options: argparse.Namespace, vocabulary: int) -> list[Reques
         return rng.integers(vocabulary // 2, vocabulary, size=length).astype(np.int32)
 
     count = max(options.requests, options.batch)
-    prompts = [tokens(int(rng.integers(options.prompt // 2, options.prompt + 1))) for _ in range(count)]
+    prompts = [tokens(int(rng.integers(max(1, options.prompt // 2), options.prompt + 1))) for _ in range(count)]
     prompts[0] = tokens(options.prompt)
     return [Request(i, prompt, options.new, 1.0) for i, prompt in enumerate(prompts)]
+
+
+def timed(engine: Engine, requests: list[Request]) -> tuple[float, float, int]:
+    """Wall and CPU seconds for serving the requests, and how many useful tokens that gave."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    completions = serve(engine, requests)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    eos = set(engine.config.eos_ids)
+    return wall, cpu, sum(len(c.tokens) - len(c.request.prompt) - (int(c.tokens[-1]) in eos) for c in completions)
 
 
 def serve(engine: Engine, requests: list[Request]) -> list[Completion]:
@@ -178,6 +205,31 @@ def resident_mib() -> float:
     """Of this process, now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = cli.add_subparsers(dest="kind", required=True)
+    for name, (run, defaults) in KINDS.items():
+        kind = kinds.add_parser(name, description=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        kind.add_argument("--config", default="tiny", choices=list(MODELS), help="the model's shape")
+        kind.add_argument("--batch", type=int, default=32, help="slots")
+        kind.add_argument("--prompt", type=int, default=64, help="longest prompt; the shortest has half of it")
+        kind.add_argument("--new", type=int, default=192, help="most tokens of a response")
+        kind.add_argument("--n-eos", type=int, default=0, help="tokens that end a response; 0: nothing ends early")
+        kind.add_argument("--requests", type=int, default=0, help="at least one a slot")
+        kind.add_argument("--chunk", type=int, default=16, help="most decode steps between two visits of the host")
+        kind.add_argument("--reps", type=int, default=5)
+        kind.add_argument("--cache-share", type=float, default=0.0, help="of a dense cache: paged; 0 is dense")
+        kind.add_argument("--block", type=int, default=128, help="tokens of a block of a paged cache")
+        kind.add_argument("--json", default="", help="a file that the record is appended to")
+        kind.set_defaults(run=run, **defaults)
+    options = cli.parse_args()
+    line = json.dumps(options.run(options) | {"jax": jax.__version__})
+    print(line, flush=True)
+    if options.json:
+        with open(options.json, "a") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The embedded task, its tokenizer, the prompt stream and packing."""
 
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from areal_jax.models import pretrained
 from areal_jax.rewards.math import exact_answer
 from areal_jax.types import PROMPT_VERSION, Prompt, UserError
 from areal_jax.warm_start import supervised_example
-from tests.helpers import trajectory
+from tests.helpers import ROOT, trajectory
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +186,16 @@ def test_prompt_positions_carry_their_version():
     t = trajectory(0, 3, 2, np.random.default_rng(0))
     assert (t.policy_versions[:3] == PROMPT_VERSION).all()
     assert (t.prompt_length, t.response_length) == (3, 2)
+
+
+def test_two_processes_may_make_the_data_set_at_once(tmp_path):
+    program = (
+        "import pathlib, sys; from areal_jax.data import arithmetic; "
+        "print(len(arithmetic.load('test', pathlib.Path(sys.argv[1]))))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert answers[0] == answers[1]
+    assert int(answers[0]) > 0

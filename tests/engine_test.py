@@ -9,20 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rollout.blocks import BlockPool, Paging
 from areal_jax.rollout.engine import Engine, Request
 from areal_jax.rollout.programs import EngineConfig, make_program
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PolicySnapshot
-from tests.helpers import tiny_model
+from tests.helpers import TINY, tiny_model
 
 CONFIG = EngineConfig(
     slots=4, max_prompt_length=6, max_length=24, chunk=3, row_ladder=(1, 4), length_ladder=(6, 24), prefill_tokens=64,
     eos_ids=(1,), kv_on_update="recompute",
 )  # fmt: skip
 MODEL = tiny_model()
+PAGED = dataclasses.replace(CONFIG, slots=6, fewer=(2,), paging=Paging(blocks=13, block_size=4))
+"""Blocks for two sequences of the greatest length and a bit: six slots, and samples are parked time and again."""
 PROGRAM = make_program(MODEL, CONFIG)
+PAGED_PROGRAM = make_program(MODEL, PAGED)
 PROGRAMS = {"recompute": PROGRAM, "keep": make_program(MODEL, dataclasses.replace(CONFIG, kv_on_update="keep"))}
 PARAMS = [MODEL.init_params(seed) for seed in range(6)]
 
@@ -68,24 +73,31 @@ def test_results_do_not_depend_on_slots_or_order(temperature):
     assert sorted(reference) == list(range(9))
     one_slot = dataclasses.replace(CONFIG, slots=1, row_ladder=(1,), chunk=5)
     seven_slots = dataclasses.replace(CONFIG, slots=7, fewer=(2, 3), chunk=4)  # at the tail, 3 and then 2 of them
-    for config, order in ((one_slot, wanted), (seven_slots, wanted), (CONFIG, wanted[::-1])):
-        program = PROGRAM if config is CONFIG else make_program(MODEL, config)
+    made = {CONFIG: PROGRAM, PAGED: PAGED_PROGRAM}
+    orders = (one_slot, wanted), (seven_slots, wanted), (CONFIG, wanted[::-1]), (PAGED, wanted), (PAGED, wanted[::-1])
+    for config, order in orders:
+        program = made.get(config) or make_program(MODEL, config)
         engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
         engine.submit(order)
-        for i, c in drain(engine).items():
+        found = drain(engine)
+        assert sorted(found) == list(range(9))
+        for i, c in found.items():
             np.testing.assert_array_equal(c.tokens, reference[i].tokens)
+            np.testing.assert_allclose(c.behaviour_logprobs, reference[i].behaviour_logprobs, atol=1e-5)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.lists(st.sampled_from([None, 1, 2, 3, 4, 5]), max_size=10))
-def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swaps):
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from([None, 1, 2, 3, 4, 5]), max_size=10), st.booleans())
+def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swaps, paged):
     increasing, newest = [], 0
     for s in swaps:
         increasing.append(s if s is not None and s > newest else None)
         newest = max(newest, s or 0)
-    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=1)
+    engine = Engine(PAGED_PROGRAM if paged else PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=1)
     engine.submit(requests(6))
-    for c in drain(engine, increasing).values():
+    drawn = drain(engine, increasing)
+    assert sorted(drawn) == list(range(6))
+    for c in drawn.values():
         n = len(c.request.prompt)
         versions = c.policy_versions
         assert (versions[:n] == -1).all()
@@ -103,10 +115,10 @@ def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swa
         assert ended or len(c.tokens) - n == c.request.max_new_tokens
 
 
-@pytest.mark.parametrize("slots_of_the_tail", [(), (1, 2)])
-def test_a_group_s_prompt_is_computed_once(slots_of_the_tail):
+@pytest.mark.parametrize("changes", [{}, {"fewer": (1, 2)}, {"paging": Paging(blocks=40, block_size=4)}])
+def test_a_group_s_prompt_is_computed_once(changes):
     """Two groups of four; the same tokens as without sharing, over swaps too."""
-    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=8, fewer=slots_of_the_tail))
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=8, **changes))
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 17, n).astype(np.int32) for n in (6, 4)]
     wanted = [Request(4 * g + i, prompt, 18, 1.0) for g, prompt in enumerate(prompts) for i in range(4)]
@@ -128,6 +140,7 @@ def test_a_group_s_prompt_is_computed_once(slots_of_the_tail):
         result = drain(alone, [None, 1, None, 2])[request.sample_id]
         np.testing.assert_array_equal(result.tokens, shared[request.sample_id].tokens)
         np.testing.assert_array_equal(result.policy_versions, shared[request.sample_id].policy_versions)
+        np.testing.assert_allclose(result.behaviour_logprobs, shared[request.sample_id].behaviour_logprobs, atol=1e-5)
 
 
 def test_a_prompt_s_keys_of_older_weights_are_not_shared():
@@ -208,8 +221,9 @@ def test_recompute_and_keep_differ_after_a_swap_and_agree_without():
     )
 
 
-def test_nothing_compiles_after_warm_up():
-    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5, fewer=(1, 2)))
+@pytest.mark.parametrize("paging", [None, Paging(blocks=13, block_size=4)])
+def test_nothing_compiles_after_warm_up(paging):
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5, fewer=(1, 2), paging=paging))
     engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
     counter = CompileCounter()
     engine.warm_up()
@@ -227,6 +241,29 @@ def letters(tokens):
     return "".join(chr(ord("a") + t) for t in tokens)
 
 
+def test_samples_without_blocks_wait_or_are_parked_and_none_is_lost():
+    engine = Engine(PAGED_PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=7)
+    engine.submit(requests(30))
+    pool, most, turns = engine._pool, 0, 0
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+        held = pool.tables[pool.tables < PAGED.paging.blocks]
+        assert len(set(held)) == len(held)  # no block has two owners
+        assert len(held) + pool.free == PAGED.paging.blocks
+        most, turns = max(most, engine.live), turns + 1
+        assert turns < 1000
+    assert sorted(c.request.sample_id for c in done) == list(range(30))
+    assert engine.preemptions > 0  # else this test shows nothing
+    assert most > 2  # sequences of the greatest length that there is room for
+    assert pool.free == PAGED.paging.blocks
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused():
+    with pytest.raises(ValueError, match="5 blocks of 4 tokens do not hold one sequence of 24"):
+        BlockPool(Paging(blocks=5, block_size=4), slots=2, max_length=24)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_stop_strings_end_a_response_at_the_first_match_whatever_the_chunk(chunk):
     plain = Engine(make_program(MODEL, dataclasses.replace(CONFIG, chunk=chunk)), PolicySnapshot(0, PARAMS[0]), 4)
@@ -235,7 +272,9 @@ def test_stop_strings_end_a_response_at_the_first_match_whatever_the_chunk(chunk
     texts = {i: letters(c.tokens[len(c.request.prompt) :]) for i, c in whole.items()}
     longest = max(texts.values(), key=len)
     strings = (longest[4:6], longest[8:11])  # of two and three tokens: they straddle chunks
-    program = make_program(MODEL, dataclasses.replace(CONFIG, chunk=chunk), StopStrings(strings, letters))
+    paging = Paging(blocks=13, block_size=4) if chunk == 3 else None
+    changes = {"chunk": chunk, "paging": paging}
+    program = make_program(MODEL, dataclasses.replace(CONFIG, **changes), StopStrings(strings, letters))
     engine = Engine(program, PolicySnapshot(0, PARAMS[0]), 4)
     engine.submit(requests(20))
     cut = drain(engine)
@@ -243,12 +282,43 @@ def test_stop_strings_end_a_response_at_the_first_match_whatever_the_chunk(chunk
     for i, text in texts.items():
         ends = [text.index(s) + len(s) for s in strings if s in text]
         n = len(whole[i].request.prompt) + min(ends, default=len(text))
-        for name in ("tokens", "behaviour_logprobs", "policy_versions"):
+        for name in ("tokens", "policy_versions"):
             np.testing.assert_array_equal(getattr(cut[i], name), getattr(whole[i], name)[:n])
+        np.testing.assert_allclose(cut[i].behaviour_logprobs, whole[i].behaviour_logprobs[:n], atol=1e-5)
         assert cut[i].finish_reason == ("stop" if ends else whole[i].finish_reason)
         stopped += bool(ends)
     assert stopped >= 1
     assert engine.generated_tokens == sum(len(c.tokens) - len(c.request.prompt) for c in cut.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "swaps"),
+    [
+        ({"kv_on_update": "recompute"}, [None, 1, None, 2, 3]),
+        ({"kv_on_update": "keep"}, [None, 1, None, 2, 3]),
+        ({"fewer": (1, 3)}, []),  # leaves chunks early, so that swaps would come elsewhere
+    ],
+)
+def test_stop_strings_are_found_across_swaps_and_at_the_tail(changes, swaps):
+    """Each sample ends where the same sample without stop strings has its first match."""
+    changes = {"slots": 6, **changes}
+    outcomes = []
+    for strings in ((), ("a", "bc")):
+        stop = StopStrings(strings, letters) if strings else None
+        program = make_program(MODEL, dataclasses.replace(CONFIG, **changes), stop)
+        engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=6)
+        engine.submit(requests(6))  # one a slot: they are all at the same place when weights change
+        outcomes.append(drain(engine, swaps))
+    plain, cut = outcomes
+    assert sorted(cut) == list(range(6))
+    stopped = 0
+    for i, c in plain.items():
+        text = letters(c.tokens[len(c.request.prompt) :])
+        ends = [text.index(s) + len(s) for s in ("a", "bc") if s in text]
+        n = len(c.request.prompt) + min(ends, default=len(text))
+        np.testing.assert_array_equal(cut[i].tokens, c.tokens[:n])
+        stopped += bool(ends)
+    assert stopped >= 1
 
 
 def test_stop_strings_match_text_and_not_tokens():
@@ -289,15 +359,33 @@ def test_a_request_that_does_not_fit_is_refused():
         engine.submit([Request(0, np.ones(4, np.int32), 23, 1.0)])
 
 
-def test_sharded_engine_draws_the_same_tokens():
-    from areal_jax import sharding
+MESHES = {
+    "data and tensor": ({"data": 2, "fsdp": 1, "tensor": 2}, None),
+    "tensor, paged": ({"data": 1, "fsdp": 1, "tensor": 2}, Paging(blocks=48, block_size=4)),
+}
 
-    mesh = sharding.make_mesh({"data": 2, "fsdp": 1, "tensor": 2}, jax.devices()[:4])
-    model = tiny_model(mesh=mesh)
-    engine = Engine(make_program(model, CONFIG), PolicySnapshot(0, model.init_params(0)), seed=0)
-    engine.submit(requests(9))
-    sharded = drain(engine)
-    engine = Engine(PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=0)
-    engine.submit(requests(9))
-    for i, c in drain(engine).items():
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sharded_engine_draws_the_same_tokens(name, temperature):
+    """The vocabulary sharded too, groups of prompts, a swap on the way, and few left at the end."""
+    shape, paging = MESHES[name]
+    mesh = sharding.make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values())))])
+    even, config = dataclasses.replace(TINY, vocab_size=18), dataclasses.replace(CONFIG, slots=8, fewer=(2, 4))
+    prompts = requests(6, temperature)
+    wanted = [dataclasses.replace(r, sample_id=6 * g + i) for i, r in enumerate(prompts) for g in (0, 1)]
+    outcomes = []
+    for devices, pages in ((None, None), (mesh, paging)):
+        model = tiny_model(even, devices)
+        program = make_program(model, dataclasses.replace(config, paging=pages))
+        engine = Engine(program, PolicySnapshot(0, model.init_params(0)), seed=0)
+        engine.submit(wanted)
+        done = engine.step() + engine.step()
+        engine.set_params(PolicySnapshot(1, model.init_params(1)))
+        outcomes.append({c.request.sample_id: c for c in [*done, *drain(engine).values()]})
+    one, sharded = outcomes
+    assert sorted(one) == sorted(sharded) == list(range(12))
+    for i, c in one.items():
         np.testing.assert_array_equal(c.tokens, sharded[i].tokens)
+        np.testing.assert_array_equal(c.policy_versions, sharded[i].policy_versions)
+        np.testing.assert_allclose(c.behaviour_logprobs, sharded[i].behaviour_logprobs, atol=1e-5)

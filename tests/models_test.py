@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from areal_jax import sharding
-from areal_jax.models import transformer
-from areal_jax.models.kv_cache import empty_cache
+from areal_jax.models import attention
+from areal_jax.models.kv_cache import empty_cache, empty_pool
 from areal_jax.models.transformer import RMSNorm, Rope, build_model, rotate
 from tests.helpers import TINY, one_device_mesh, tiny_model
 
@@ -55,8 +55,16 @@ def random_params(model, seed=0):
     )
 
 
+def paged_cache(config):
+    """Room for three rows of 16 positions in blocks of 4, which lie anywhere; two blocks are nobody's."""
+    shape = (14, config.kv_heads, 4, config.head_dim)
+    cache = empty_pool(shape, (3, 4), config.layers, "float32", one_device_mesh())
+    return cache._replace(tables=jnp.asarray(np.random.default_rng(0).permutation(14)[:12].reshape(3, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_prefill_then_decode_equals_the_full_forward(name):
+def test_prefill_then_decode_equals_the_full_forward(name, paged):
     config = dataclasses.replace(TINY, **OPTIONS[name])
     model = tiny_model(config)
     params = random_params(model)
@@ -77,6 +85,8 @@ def test_prefill_then_decode_equals_the_full_forward(name):
         return policy.logits(hidden), cache
 
     cache = empty_cache((3, config.kv_heads, 16, config.head_dim), config.layers, "float32", one_device_mesh())
+    if paged:
+        cache = paged_cache(config)
     logits, cache = prefill(cache, tokens[:, :5], positions[:, :5])
     np.testing.assert_allclose(logits, full[:, :5], atol=1e-5)
     for t in range(5, 12):
@@ -148,7 +158,7 @@ def test_attention_in_blocks_equals_attention_at_once(monkeypatch):
         return jnp.sum(jnp.sin(policy.logits(policy(tokens, positions, segments))))
 
     whole = jax.jit(jax.value_and_grad(loss))(params)
-    monkeypatch.setattr(transformer, "QUERY_BLOCK", 4)  # 13 is no multiple of it
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)  # 13 is no multiple of it
     blocks = jax.jit(jax.value_and_grad(lambda p: loss(p)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
 

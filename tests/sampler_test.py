@@ -54,12 +54,12 @@ class Trainer:
     """Answers every report with what the test has put up."""
 
     def __init__(self):
-        self.reports, self.leases, self.version, self.run = [], [], 0, "run"
+        self.reports, self.leases, self.version, self.run, self.credits = [], [], 0, "run", 100
 
     def exchange(self, report):
         self.reports.append(report)
         leases, self.leases = self.leases, []
-        return Reply(report.sequence, self.run, self.version, tuple(leases), 100, False)
+        return Reply(report.sequence, self.run, self.version, tuple(leases), self.credits, False)
 
     def returned(self):
         return {t.sample_id: t for r in self.reports for t in r.trajectories}
@@ -105,11 +105,57 @@ def publish(trainer, channel, version):
 def test_samples_go_round_and_more_are_asked_for_than_there_are_slots(start):
     sampler, trainer, _ = start(slots=8)
     until(lambda: trainer.reports and trainer.reports[-1].version == 0, sampler)
-    assert trainer.reports[0].want == 8 + 1
-    trainer.leases = [lease(range(9))]
-    until(lambda: len(trainer.returned()) == 9, sampler)
-    assert all(r.want <= 9 for r in trainer.reports)
-    assert trainer.reports[-1].stats.graded == 9
+    assert trainer.reports[0].want == 8 + 2
+    trainer.leases, answered = [lease(range(10))], len(trainer.reports)
+    until(lambda: len(trainer.returned()) == 10, sampler)
+    back = 0
+    for r in trainer.reports[answered + 1 :]:
+        back += len(r.trajectories)
+        assert r.want == back
+    assert trainer.reports[-1].stats.graded == 10
+
+
+def test_what_the_trainer_has_no_room_for_is_kept_and_keeps_others_from_being_drawn(start):
+    sampler, trainer, _ = start()
+    trainer.leases, trainer.credits = [lease(range(5)), lease([1 << 31], pinned=0)], 0
+    until(lambda: trainer.returned(), sampler)
+    for _ in range(60):
+        sampler.turn()
+    assert list(trainer.returned()) == [1 << 31]  # an evaluation is always taken
+    assert trainer.reports[-1].want == 0
+    trainer.credits = 2
+    sampler.turn()
+    sampler.turn()
+    assert len(trainer.reports[-1].trajectories) == 2
+    until(lambda: len(trainer.returned()) == 6, sampler)
+    sampler.turn()
+    assert trainer.reports[-1].want == SLOTS + 1
+
+
+def test_static_batches_ask_for_nothing_until_all_is_done(start):
+    sampler, trainer, _ = start(static=True)
+    until(lambda: trainer.reports and trainer.reports[-1].version == 0, sampler)
+    assert trainer.reports[-1].want == SLOTS
+    trainer.leases, answered = [lease(range(4))], len(trainer.reports)
+    until(lambda: len(trainer.returned()) == 4, sampler)
+    back = 0
+    for r in trainer.reports[answered + 1 :]:
+        back += len(r.trajectories)
+        assert r.want == (SLOTS if back == 4 else 0)
+
+
+def test_what_is_leased_again_while_it_is_drawn_is_drawn_once(start):
+    """A sampler that was silent for too long is given up, and may be given its own samples when it is back."""
+    sampler, trainer, _ = start()
+    until(lambda: trainer.reports and trainer.reports[-1].version == 0, sampler)
+    first = 1 << 31
+    for _ in range(2):
+        trainer.leases = [lease([0, 1]), lease([first], pinned=0), lease([first + 1], pinned=0)]
+        sampler.turn()
+    for _ in range(60):
+        sampler.turn()
+    returned = [t.sample_id for r in trainer.reports for t in r.trajectories]
+    assert sorted(returned) == [0, 1, first, first + 1]
 
 
 def test_it_decodes_while_it_reads_weights_and_says_what_it_reads(start):
@@ -135,7 +181,7 @@ def test_what_needs_newer_weights_waits_for_them(start):
     trainer.leases = [lease(range(2), min_version=1)]
     for _ in range(5):
         sampler.turn()
-    assert trainer.reports[-1].want == SLOTS - 2
+    assert trainer.reports[-1].want == SLOTS + 1 - 2
     channel.open.set()
     until(lambda: len(trainer.returned()) == 2, sampler)
     for t in trainer.returned().values():
@@ -174,7 +220,22 @@ def test_an_evaluation_of_weights_that_are_gone_is_dropped(start):
     trainer.leases = [lease([1 << 31], pinned=2), lease([0], min_version=3)]
     until(lambda: 0 in trainer.returned(), sampler)
     assert list(trainer.returned()) == [0]
-    assert trainer.reports[-1].want_evaluation == SLOTS
+    assert trainer.reports[-1].want_evaluation == SLOTS + 1
+
+
+def test_weights_that_wait_for_the_samples_to_finish_are_not_replaced_by_older_ones(start):
+    sampler, trainer, channel = start(kv_on_update="finish")
+    until(lambda: trainer.reports and trainer.reports[-1].version == 0, sampler)
+    trainer.leases = [lease(range(4))]
+    sampler.turn()
+    publish(trainer, channel, 1)
+    publish(trainer, channel, 2)
+    channel.publish(PolicySnapshot(1, PARAMS[1]))
+    sampler.turn()
+    trainer.leases = [lease([1 << 31], pinned=1)]
+    until(lambda: len(trainer.returned()) == 5 and trainer.reports[-1].version > 0, sampler)
+    assert {r.version for r in trainer.reports} == {-1, 0, 2}
+    assert set(trainer.returned()[1 << 31].policy_versions) == {-1, 1}
 
 
 def test_finish_draws_every_sample_with_one_version(start):

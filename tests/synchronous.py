@@ -15,6 +15,7 @@ from areal_jax import build, main, train, warm_start
 from areal_jax.data.prompts import PromptStream, RecordStream
 from areal_jax.learner import Learner
 from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.sampler import capacity
 from areal_jax.types import PolicySnapshot
 
 
@@ -38,7 +39,7 @@ def run(output, argv):
         engine.set_params(PolicySnapshot(version, fixed))
         batch, prompts, left = [], {}, config.trainer.batch_prompts
         while left or engine.unfinished:
-            room = r.slots - engine.unfinished
+            room = capacity(r.slots) - engine.unfinished
             while room > 0 and left:
                 prompt, _ = next_problem()
                 ids = range(next_prompt * r.group_size, (next_prompt + 1) * r.group_size)

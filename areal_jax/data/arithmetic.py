@@ -121,9 +121,9 @@ def load(split: str, cache_dir: pathlib.Path, task: str = "arithmetic") -> Seque
     directory = cache_dir / "tfds"
     tfds.disable_progress_bar()
     try:
-        builder = ArealArithmetic(config=task, data_dir=str(directory), file_format="array_record")
-        # it prints that it downloads, which it does not
+        # it prints that it downloads, which it does not; a builder knows what is there when it is made
         with exclusive(directory), contextlib.redirect_stdout(io.StringIO()):
+            builder = ArealArithmetic(config=task, data_dir=str(directory), file_format="array_record")
             builder.download_and_prepare()
         source = builder.as_data_source(split=split)
         written = builder.info.splits[split].num_examples

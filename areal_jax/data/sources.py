@@ -181,8 +181,8 @@ def _tfds(config: SourceConfig, split: str) -> Source:
     name = config.name.removeprefix("tfds/")
     wanted = {"train": config.train_split, "validation": config.validation_split, "test": config.test_split}[split]
     try:
-        builder = tfds.builder(name, data_dir=str(config.cache_dir / "tfds"), file_format="array_record")
         with exclusive(config.cache_dir / "tfds"):
+            builder = tfds.builder(name, data_dir=str(config.cache_dir / "tfds"), file_format="array_record")
             builder.download_and_prepare()
         source = builder.as_data_source(split=wanted)
     except (tfds.core.registered.DatasetNotFoundError, ValueError, OSError, NotImplementedError) as error:

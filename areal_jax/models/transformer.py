@@ -22,12 +22,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax import sharding
-from areal_jax.models.kv_cache import KVCache, LayerKV
+from areal_jax.models.attention import attend
+from areal_jax.models.kv_cache import Cache, LayerKV
 from areal_jax.types import Params
-
-QUERY_BLOCK = 1024  # attention of longer sequences is computed for so many queries at a time
-MASKED = -1e30  # added to masked attention scores; finite, so that an all-masked (padding) row has no NaN
-
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -155,40 +152,8 @@ def rotate(
     return rotated.astype(x.dtype)
 
 
-def attend(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    mask: Bool[Array, "B T S"],
-    scale: float,
-) -> Float[Array, "B T N H"]:
-    """Grouped-query attention; scores (times `scale`) and softmax in float32. N is a multiple of K.
-
-    The queries of the G = N / K heads that share keys stand one after another, [B, K, G x T, H]: both products are then
-    plain batched matrix products, which a CPU does 2 to 3 times as fast as with T before the heads (forward, backward
-    and decoding).
-    At most QUERY_BLOCK x S scores a head exist at a time; a backward computes them again, block by block.
-    """
-    b, t, n, h = q.shape
-    if t > QUERY_BLOCK:
-        blocks = -(-t // QUERY_BLOCK)
-        pad = blocks * QUERY_BLOCK - t
-        q_blocks = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, blocks, QUERY_BLOCK, n, h)
-        mask_blocks = jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(b, blocks, QUERY_BLOCK, -1)
-        one = jax.checkpoint(lambda block: attend(block[0], k, v, block[1], scale))
-        out = jax.lax.map(one, (q_blocks.swapaxes(0, 1), mask_blocks.swapaxes(0, 1)))  # [blocks, B, QUERY_BLOCK, N, H]
-        return out.swapaxes(0, 1).reshape(b, blocks * QUERY_BLOCK, n, h)[:, :t]
-    kv_heads, groups = k.shape[1], n // k.shape[1]
-    queries = q.reshape(b, t, kv_heads, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * t, h)
-    scores = jnp.einsum("bkqh,bksh->bkqs", queries, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(jnp.tile(mask, (1, groups, 1))[:, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v).reshape(b, kv_heads, groups, t, h)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
-
-
 class Attention(nnx.Module):
-    """Projections of grouped-query attention; the attention itself is `attend`."""
+    """Projections of grouped-query attention; the attention itself is in `attention.py`."""
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh | None, rngs: nnx.Rngs):
         d, n, k, h = config.d_model, config.heads, config.kv_heads, config.head_dim
@@ -269,12 +234,18 @@ class Block(nnx.Module):
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
         return self.attention.project(self.attention_norm(x), positions)
 
-    def finish(
-        self, x: Float[Array, "B T D"], q: Array, k: Array, v: Array, masks: dict[int, Bool[Array, "B T S"]]
-    ) -> Float[Array, "B T D"]:
-        """Attends (masks: by the layer's window) and goes on to the next layer's input."""
-        scale = self.config.query_scale or self.config.head_dim**-0.5
-        merged = self.attention.merge(attend(q, k, v, masks[self.config.window(self.layer)], scale))
+    @property
+    def scale(self) -> float:
+        """Of the attention scores."""
+        return self.config.query_scale or self.config.head_dim**-0.5
+
+    def attend(self, q: Array, k: Array, v: Array, masks: dict[int, Bool[Array, "B T S"]]) -> Float[Array, "B T N H"]:
+        """masks: by a layer's window."""
+        return attend(q, k, v, masks[self.config.window(self.layer)], self.scale)
+
+    def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The next layer's input."""
+        merged = self.attention.merge(attended)
         x = x + (self.attention_post_norm(merged) if self.config.post_norms else merged)
         fed = self.mlp(self.mlp_norm(x))
         x = x + (self.mlp_post_norm(fed) if self.config.post_norms else fed)
@@ -300,7 +271,7 @@ class Transformer(nnx.Module):
         masks = self._packed_masks(positions, segment_ids)
 
         def run(layer: Block, x: Array) -> Array:
-            return layer.finish(x, *layer.project(x, positions), masks)
+            return layer.finish(x, layer.attend(*layer.project(x, positions), masks))
 
         policy = REMAT[self.config.remat]
         x = self._embed(tokens)
@@ -318,28 +289,23 @@ class Transformer(nnx.Module):
         keys_values = []
         for layer in self.layers:
             q, k, v = layer.project(x, positions)
-            x = layer.finish(x, q, k, v, masks)
+            x = layer.finish(x, layer.attend(q, k, v, masks))
             keys_values.append(LayerKV(k, v))
         return self.final_norm(x), keys_values
 
     def decode(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B D"], KVCache]:
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: Cache
+    ) -> tuple[Float[Array, "B D"], Cache]:
         """One token per cache row: writes its keys and values at `positions`, attends to everything up to there."""
-        rows = jnp.arange(tokens.shape[0])
-        behind = (positions[:, None] - jnp.arange(cache.length)[None, :])[:, None, :]  # [B, 1, S]
-        masks = self._windowed(behind >= 0, behind)
         x = self._embed(tokens[:, None])
         layers = []
         for layer, kv in zip(self.layers, cache.layers, strict=True):
             q, k, v = layer.project(x, positions[:, None])
-            kv = LayerKV(
-                kv.k.at[rows, :, positions].set(k[:, :, 0].astype(kv.k.dtype)),
-                kv.v.at[rows, :, positions].set(v[:, :, 0].astype(kv.v.dtype)),
-            )
+            kv = cache.write_step(kv, k[:, :, 0], v[:, :, 0], positions)
             layers.append(kv)
-            x = layer.finish(x, q, kv.k, kv.v, masks)
-        return self.final_norm(x)[:, 0], KVCache(layers)
+            window = self.config.window(layer.layer)
+            x = layer.finish(x, cache.attend(kv, q[:, 0], positions, window, layer.scale)[:, None])
+        return self.final_norm(x)[:, 0], cache._replace(layers=layers)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Next-token logits in float32, soft cap applied."""

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from areal_jax.rollout.programs import Program, Progress, empty_rows, empty_state, warm_up
+from areal_jax.rollout.blocks import BlockPool
+from areal_jax.rollout.programs import EngineConfig, Program, Progress
+from areal_jax.rollout.slots import Slots
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PROMPT_VERSION, FinishReason, PolicySnapshot
 
@@ -56,19 +58,27 @@ class _Slot:
     """Length up to which its text holds no stop string."""
     cut: int | None = None
     """Its length up to the end of a stop string, once one has turned up."""
+    parked: bool = False
+    """Its blocks were given to older samples: its keys and values will be computed again when there are blocks."""
+
+    @property
+    def running(self) -> bool:
+        return self.cut is None and not self.parked
+
+    def length_after(self, steps: int) -> int:
+        return min(self.length + steps, len(self.request.prompt) + self.request.max_new_tokens)
 
 
 class _Landed(NamedTuple):
     """What a chunk has left for the host to read beside the next one; arrays are still on the device."""
 
-    finished: list[_Slot]
-    rows: list[Any]
-    """Tokens, log-probs and versions of `finished`, in pieces of the row ladder."""
+    finished: dict[int, _Slot]
+    """By the slot in which they were."""
+    taken: list[Any]
+    """What `Slots.take` returned of them."""
     live: dict[int, _Slot]
     recent: Any
     """The last tokens of every slot, if there are stop strings."""
-    slots: list[int]
-    """Where the finished ones were."""
 
 
 class Engine:
@@ -79,13 +89,16 @@ class Engine:
         self.snapshot = snapshot
         self.admitting = True
         """False: requests wait, until what is in slots has finished."""
-        self.decoded_slot_steps = 0  # slots x steps computed, useful or not
+        self.decoded_slot_steps = 0  # rows x steps computed, useful or not
         self.generated_tokens = 0
+        self.preemptions = 0  # of samples whose blocks were given to older ones
         self._waiting: collections.deque[Request] = collections.deque()
-        self._slots: list[_Slot | None] = [None] * self.config.slots
+        self._slots: dict[int, _Slot] = {}  # the occupied ones, the oldest sample first
         self._flight: tuple[Progress, int] | None = None  # of the chunk being decoded, with its number of rows
         self._landed: list[_Landed] = []
-        self._state = empty_state(program.model, self.config, seed)
+        self._device = Slots(program, seed)
+        paging = self.config.paging
+        self._pool = BlockPool(paging, self.config.slots, self.config.max_length) if paging else None
 
     @property
     def version(self) -> int:
@@ -94,7 +107,7 @@ class Engine:
     @property
     def live(self) -> int:
         """Samples in slots."""
-        return sum(s is not None for s in self._slots)
+        return len(self._slots)
 
     @property
     def unfinished(self) -> int:
@@ -108,18 +121,12 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every shape that the engine can meet. Call it while nothing is in progress."""
-        self._state = warm_up(self.program, self.snapshot.params, self._state)
+        self._device.warm_up(self.snapshot.params)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. Raises ValueError for one that cannot fit a cache row."""
         for request in requests:
-            longest = min(self.config.max_prompt_length, self.config.max_length - request.max_new_tokens)
-            if not 0 < len(request.prompt) <= longest or request.max_new_tokens < 1:
-                raise ValueError(
-                    f"sample {request.sample_id}: a prompt of {len(request.prompt)} tokens and up to "
-                    f"{request.max_new_tokens} new ones do not fit max_prompt_length {self.config.max_prompt_length} "
-                    f"and max_length {self.config.max_length}"
-                )
+            _require_fits(request, self.config)
         self._waiting.extend(requests)
 
     def set_params(self, snapshot: PolicySnapshot) -> float:
@@ -130,15 +137,13 @@ class Engine:
         """
         self._land()
         began = time.monotonic()
-        live = [i for i, s in enumerate(self._slots) if s is not None]
-        if live and self.config.kv_on_update == "finish":
-            raise RuntimeError(f"kv_on_update='finish': {len(live)} samples are being drawn; swap when none is")
+        if self._slots and self.config.kv_on_update == "finish":
+            raise RuntimeError(f"kv_on_update='finish': {self.live} samples are being drawn; swap when none is")
         self.snapshot = snapshot
-        if live and self.config.kv_on_update == "recompute":
-            self._refill(live)
-            for slot in live:
-                self._at(slot).prompt_version = self.version
-            jax.block_until_ready(self._state)
+        running = {i: slot for i, slot in self._slots.items() if slot.running}
+        if running and self.config.kv_on_update == "recompute":
+            self._refill(running)
+            self._device.wait()
         return time.monotonic() - began
 
     def step(self) -> list[Completion]:
@@ -159,115 +164,135 @@ class Engine:
         progress: Progress = jax.device_get(flight)
         self._flight = None
         self.decoded_slot_steps += int(progress.steps) * rows
-        finished = []
-        for i, slot in enumerate(self._slots):
-            if slot is None:
-                continue
+        for i, slot in self._slots.items():
             slot.length = int(progress.lengths[i])
-            if slot.cut is not None or not progress.active[i]:
-                finished.append(i)
-        pieces = [self.program.take(self._state, piece) for _, piece in self.config.pieces(finished)]
-        gone = [self._at(i) for i in finished]
-        for i in finished:
-            self._slots[i] = None
-        live = {i: s for i, s in enumerate(self._slots) if s is not None}
-        recent = self.program.recent(self._state) if self.program.stop else None
-        self._landed.append(_Landed(gone, pieces, live, recent, finished))
+        finished = {
+            i: slot
+            for i, slot in self._slots.items()
+            if slot.cut is not None or not (slot.parked or progress.active[i])
+        }
+        self._slots = {i: slot for i, slot in self._slots.items() if i not in finished}
+        recent = self._device.recent() if self.program.stop else None
+        self._landed.append(_Landed(finished, self._device.take(list(finished)), dict(self._slots), recent))
+        if self._pool:
+            for i in finished:
+                self._pool.release(i)
 
     def _admit(self) -> None:
-        """Puts waiting requests into free slots. A prompt that is in another slot already is copied from there."""
-        free = [i for i, s in enumerate(self._slots) if s is None] if self.admitting else []
-        chosen = free[: len(self._waiting)]
-        if not chosen:
-            return
+        """Goes on with parked samples, and puts waiting requests into free slots, as far as there are blocks. A prompt
+        that is in another slot already is copied from there."""
+        resumed = self._resume()
         computed = {
-            s.request.prompt.tobytes(): i
-            for i, s in enumerate(self._slots)
-            if s is not None and s.prompt_version == self.version
+            slot.request.prompt.tobytes(): i
+            for i, slot in self._slots.items()
+            if slot.prompt_version == self.version and not slot.parked and i not in resumed
         }
-        requests = [self._waiting.popleft() for _ in chosen]
-        fresh, copies = [], []
-        for slot, request in zip(chosen, requests, strict=True):
-            source = computed.setdefault(request.prompt.tobytes(), slot)
-            if source == slot:
-                fresh.append(slot)
+        fresh, copies, requests = [], [], {}
+        for i in (i for i in range(self.config.slots) if i not in self._slots):
+            if not (self._waiting and self.admitting and self._has_room(i, len(self._waiting[0].prompt))):
+                break
+            request = requests[i] = self._waiting.popleft()
+            source = computed.setdefault(request.prompt.tobytes(), i)
+            if source == i:
+                fresh.append(i)
             else:
-                copies.append((source, slot))
+                copies.append((source, i))
             length = len(request.prompt)
-            self._slots[slot] = _Slot(request, length, self.version, searched=length)
-        for start, piece in self.config.pieces(chosen):
-            self._place(requests[start : start + len(piece)], chosen[start : start + len(piece)], len(piece))
-        self._refill(fresh)
-        for start, piece in self.config.pieces([target for _, target in copies]):
-            sources = self.config.padded([source for source, _ in copies[start : start + len(piece)]], len(piece))
-            self._state = self.program.copy_prompts(self._state, sources, piece)
+            self._slots[i] = _Slot(request, length, self.version, searched=length)
+        if not (resumed or requests):
+            return
+        if self._pool:
+            self._device.assign(self._pool.tables)
+        self._device.place(list(requests), list(requests.values()))
+        self._refill({i: self._slots[i] for i in (*resumed, *fresh)})
+        self._device.copy_prompts(copies)
 
-    def _place(self, requests: Sequence[Request], slots: Sequence[int], size: int) -> None:
-        rows = empty_rows(self.config, size)
-        for i, (r, slot) in enumerate(zip(requests, slots, strict=True)):
-            rows.slots[i] = slot
-            rows.prompts[i, : len(r.prompt)] = r.prompt
-            rows.lengths[i], rows.limits[i] = len(r.prompt), len(r.prompt) + r.max_new_tokens
-            rows.sample_ids[i], rows.temperatures[i] = r.sample_id, r.temperature
-        self._state = self.program.place(self._state, rows)
-
-    def _refill(self, slots: Sequence[int]) -> None:
-        left = sorted(slots, key=lambda i: self._at(i).length)
-        while left:
-            # the largest piece, from the short end, that its longest member leaves within prefill_tokens
-            for rows in reversed(self.config.row_ladder):
-                _, piece = self.config.pieces(left[:rows])[0]
-                longest = self._at(left[min(rows, len(left)) - 1]).length
-                length = next(n for n in self.config.length_ladder if n >= longest)
-                if self.config.fits(len(piece), length):
-                    break
-            self._state = self.program.refill(self.snapshot.params, self._state, piece, length)
-            left = left[len(piece) :]
+    def _refill(self, slots: dict[int, _Slot]) -> None:
+        """Computes the keys and values of slots under the present weights."""
+        self._device.refill(self.snapshot.params, {i: slot.length for i, slot in slots.items()})
+        for slot in slots.values():
+            slot.prompt_version = self.version
 
     def _launch(self) -> None:
-        """Sends the next chunk off. It comes back early when that pays: when enough slots are free for requests that
+        """Sends the next chunk off. It comes back early when that pays: when enough slots are free for samples that
         wait, or so few are left that fewer rows can be computed."""
-        live = [i for i, s in enumerate(self._slots) if s is not None and s.cut is None]
-        if not live:
-            if self.live:  # all that is left was cut: nothing to compute, but to be taken out
-                self._flight = Progress(0, [s.length if s else 0 for s in self._slots], [False] * len(self._slots)), 0
+        running = self._running()
+        if not running:
             return
-        rows = next((n for n in self.config.fewer if n >= len(live)), self.config.slots)
-        slots = None if rows == self.config.slots else self.config.padded(live, rows)
-        if self._waiting and self.admitting:
-            min_active = self.config.slots - max(1, self.config.slots // 8)
+        if self._pool:
+            running = self._give_blocks(self._pool, running)
+        if (self._waiting and self.admitting) or any(slot.parked for slot in self._slots.values()):
+            min_active = max(0, len(running) - max(1, self.config.slots // 8))
         else:
-            min_active = max((n for n in self.config.fewer if n < len(live)), default=0)
-        self._state, progress = self.program.decode(
-            self.snapshot.params, self._state, slots, np.int32(self.version), np.int32(min_active)
-        )
-        self._flight = progress, rows
+            min_active = max((n for n in self.config.fewer if n < len(running)), default=0)
+        self._flight = self._device.decode(self.snapshot.params, running, self.version, min_active)
+
+    def _running(self) -> list[int]:
+        """The slots to be decoded, the oldest sample first."""
+        return [i for i, slot in self._slots.items() if slot.running]
+
+    # --- the blocks of a paged cache ---
+
+    def _has_room(self, i: int, length: int) -> bool:
+        """Gives slot i blocks for so many tokens and a chunk, if every running sample could still get one more then;
+        nobody is let in while others are parked."""
+        if self._pool is None:
+            return True
+        if i not in self._slots and any(slot.parked for slot in self._slots.values()):
+            return False
+        tokens = min(length + self.config.chunk, self.config.max_length)
+        spare = self._pool.free - self._pool.lacking(i, tokens)
+        return spare >= len(self._running()) and self._pool.grow(i, tokens)
+
+    def _resume(self) -> list[int]:
+        """The parked samples that have blocks again, the oldest first."""
+        resumed = []
+        for i, slot in ((i, slot) for i, slot in self._slots.items() if slot.parked):
+            if not self._has_room(i, slot.length):
+                break
+            slot.parked = False
+            resumed.append(i)
+        self._device.set_active(resumed, True)
+        return resumed
+
+    def _give_blocks(self, pool: BlockPool, running: list[int]) -> list[int]:
+        """Blocks for the next chunk, from the youngest samples if there are not enough. Returns who goes on."""
+        parked = pool.share({i: self._slots[i].length_after(self.config.chunk) for i in running})
+        for i in parked:
+            self._slots[i].parked = True
+        self.preemptions += len(parked)
+        self._device.set_active(parked, False)
+        self._device.assign(pool.tables)
+        return [i for i in running if i not in parked]
 
     # --- the host's side, beside the next chunk ---
 
     def _look_at(self, landed: _Landed) -> list[Completion]:
         if self.program.stop:
-            for _, piece in self.config.pieces(_find_stops(self.program.stop, landed)):
-                self._state = self.program.deactivate(self._state, piece)
-        completions = []
-        for (start, piece), arrays in zip(self.config.pieces(landed.slots), landed.rows, strict=True):
-            tokens, logprobs, versions = jax.device_get(arrays)
-            for i, slot in enumerate(landed.finished[start : start + len(piece)]):
-                completions.append(_completion(slot, self.config.eos_ids, tokens[i], logprobs[i], versions[i]))
-                self.generated_tokens += len(completions[-1].tokens) - len(slot.request.prompt)
+            self._device.set_active(_find_stops(self.program.stop, landed), False)
+        rows = self._device.rows_of(landed.taken, len(landed.finished))
+        completions = [
+            _completion(slot, self.config.eos_ids, *row)
+            for slot, row in zip(landed.finished.values(), rows, strict=True)
+        ]
+        self.generated_tokens += sum(len(c.tokens) - len(c.request.prompt) for c in completions)
         return completions
 
-    def _at(self, slot: int) -> _Slot:
-        found = self._slots[slot]
-        assert found is not None
-        return found
+
+def _require_fits(request: Request, config: EngineConfig) -> None:
+    longest = min(config.max_prompt_length, config.max_length - request.max_new_tokens)
+    if not 0 < len(request.prompt) <= longest or request.max_new_tokens < 1:
+        raise ValueError(
+            f"sample {request.sample_id}: a prompt of {len(request.prompt)} tokens and up to {request.max_new_tokens} "
+            f"new ones do not fit max_prompt_length {config.max_prompt_length} and max_length {config.max_length}"
+        )
 
 
 def _find_stops(stop: StopStrings, landed: _Landed) -> list[int]:
     """Looks for stop strings in the newest tokens and notes where to cut. Returns the live slots that have one: they
     are to be decoded no further, and are freed when the next chunk has landed."""
     recent, ended = np.asarray(landed.recent), []
-    for i, slot in (*zip(landed.slots, landed.finished, strict=True), *landed.live.items()):
+    for i, slot in (*landed.finished.items(), *landed.live.items()):
         new = slot.length - slot.searched
         if not new or slot.cut is not None:
             continue

@@ -72,6 +72,7 @@ class EvaluationBoard:
 
     def _begin(self) -> None:
         self._returned = {}
+        self._unleased.clear()  # what was given back of the last job, and came in all the same
         version = self._jobs[0]
         for k, temperature in enumerate(self._temperatures):
             for i, prompt in enumerate(self._prompts):

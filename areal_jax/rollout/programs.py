@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax import sharding
-from areal_jax.models.kv_cache import KVCache, cache_sharding, empty_cache
+from areal_jax.models.kv_cache import Cache, PagedKVCache, cache_sharding, empty_cache, empty_pool
 from areal_jax.models.transformer import Model
+from areal_jax.rollout.blocks import Paging
 from areal_jax.rollout.sampling import EVERYTHING, Filter, sample_tokens, token_keys
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import Params
@@ -47,6 +48,8 @@ class EngineConfig:
     fewer: tuple[int, ...] = ()
     """Numbers of slots, ascending and under `slots`, that decode is compiled for besides: at the tail, when so few are
     alive and nothing waits, only those are computed."""
+    paging: Paging | None = None
+    """Of a paged cache; None is a dense one, a row of max_length per slot."""
     kept: Filter = EVERYTHING
     """Which tokens may be drawn."""
     static: bool = False
@@ -76,7 +79,7 @@ class EngineConfig:
 class SlotState(NamedTuple):
     """Device buffers, one row per slot. `lengths` counts the tokens present; the last is not yet in the cache."""
 
-    cache: KVCache
+    cache: Cache
     tokens: Any  # int32 [S, T]
     logprobs: Any  # float32 [S, T]
     versions: Any  # int32 [S, T]
@@ -118,7 +121,8 @@ class Program(NamedTuple):
     decode: Callable[..., tuple[SlotState, Progress]]
     take: Callable[..., Any]
     recent: Callable[[SlotState], jax.Array]
-    deactivate: Callable[..., SlotState]
+    set_active: Callable[..., SlotState]
+    assign: Callable[..., SlotState]
     stop: StopStrings | None
 
 
@@ -211,11 +215,16 @@ def make_program(model: Model, config: EngineConfig, stop: StopStrings | None = 
         back = jnp.arange(config.chunk + (stop.window if stop else 0))[::-1]  # ..., 1, 0
         return jnp.take_along_axis(state.tokens, jnp.maximum(0, state.lengths[:, None] - 1 - back), axis=1)
 
-    def deactivate(state: SlotState, slots: Any) -> SlotState:
-        return state._replace(active=state.active.at[slots].set(False, mode="drop"))
+    def set_active(state: SlotState, slots: Any, active: Any) -> SlotState:
+        return state._replace(active=state.active.at[slots].set(active, mode="drop"))
+
+    def assign(state: SlotState, tables: Any) -> SlotState:
+        """Gives a paged cache these tables."""
+        assert isinstance(state.cache, PagedKVCache)
+        return state._replace(cache=state.cache._replace(tables=tables))
 
     # outputs have the inputs' layout whatever the compiler would choose: another would compile the next program anew
-    layout, here = _state_sharding(model), sharding.replicated(model.mesh)
+    layout, here = _state_sharding(model, config), sharding.replicated(model.mesh)
     return Program(
         model,
         config,
@@ -226,7 +235,8 @@ def make_program(model: Model, config: EngineConfig, stop: StopStrings | None = 
         decode=jax.jit(decode, donate_argnums=1, out_shardings=(layout, here)),
         take=jax.jit(take, out_shardings=here),
         recent=jax.jit(recent, out_shardings=here),
-        deactivate=jax.jit(deactivate, donate_argnums=0, out_shardings=layout),
+        set_active=jax.jit(set_active, donate_argnums=0, out_shardings=layout),
+        assign=jax.jit(assign, donate_argnums=0, out_shardings=layout),
     )
 
 
@@ -257,15 +267,24 @@ def _scatter(state: SlotState, slots: Any, some: SlotState) -> SlotState:
     )
 
 
-def _state_sharding(model: Model) -> SlotState:
-    everywhere = sharding.replicated(model.mesh)
-    others = dict.fromkeys(SlotState._fields[1:], everywhere)
-    return SlotState(cache_sharding(model.config.layers, model.mesh), **others)
+def _state_sharding(model: Model, config: EngineConfig) -> SlotState:
+    abstract = jax.eval_shape(lambda: _empty_cache(model, config))
+    others = dict.fromkeys(SlotState._fields[1:], sharding.replicated(model.mesh))
+    return SlotState(cache_sharding(abstract, model.mesh), **others)
+
+
+def _empty_cache(model: Model, config: EngineConfig) -> Cache:
+    c, paging = model.config, config.paging
+    if paging is None:
+        shape = (config.slots, c.kv_heads, config.max_length, c.head_dim)
+        return empty_cache(shape, c.layers, c.compute_dtype, model.mesh)
+    shape = (paging.blocks, c.kv_heads, paging.block_size, c.head_dim)
+    tables = (config.slots, paging.blocks_for(config.max_length))
+    return empty_pool(shape, tables, c.layers, c.compute_dtype, model.mesh)
 
 
 def empty_state(model: Model, config: EngineConfig, seed: int) -> SlotState:
     """Buffers with every slot idle; tokens are drawn from keys that derive from `seed`."""
-    shape = (config.slots, model.config.kv_heads, config.max_length, model.config.head_dim)
     everywhere = sharding.replicated(model.mesh)
 
     def zeros(width: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -273,7 +292,7 @@ def empty_state(model: Model, config: EngineConfig, seed: int) -> SlotState:
 
     table, column = (config.slots, config.max_length), (config.slots,)
     return SlotState(
-        cache=empty_cache(shape, model.config.layers, model.config.compute_dtype, model.mesh),
+        cache=_empty_cache(model, config),
         tokens=zeros(table, np.int32),
         logprobs=zeros(table, np.float32),
         versions=zeros(table, np.int32),
@@ -297,10 +316,12 @@ def warm_up(program: Program, params: Params, state: SlotState) -> SlotState:
             if config.fits(rows, length):
                 state = program.refill(params, state, nothing, length)
         program.take(state, nothing)
-        if program.stop:
-            state = program.deactivate(state, nothing)
+        if program.stop or config.paging:
+            state = program.set_active(state, nothing, np.bool_(False))
     if program.stop:
         program.recent(state)
+    if isinstance(state.cache, PagedKVCache):
+        state = program.assign(state, np.asarray(state.cache.tables))
     for slots in (None, *(config.padded([], size) for size in config.fewer)):
         state, _ = program.decode(params, state, slots, np.int32(0), np.int32(0))
     return jax.block_until_ready(state)

@@ -1,4 +1,4 @@
-"""A sampler's work, one turn at a time: report -> accept work -> swap weights -> decode -> grade.
+"""A sampler's work, one turn at a time: report -> swap weights -> accept work -> decode -> grade.
 
 It holds no state worth saving: what it was leased is issued again if it dies. While a turn talks to the trainer and
 grades, the device decodes and the next weights are read.
@@ -26,6 +26,12 @@ WAITING_SECONDS = 0.005
 """How long a turn that has nothing to decode waits for weights, and for a grade."""
 
 log = logging.getLogger(__name__)
+
+
+def capacity(slots: int) -> int:
+    """Samples that a sampler holds: a quarter more than it has slots, so that those that become free while it decodes
+    are filled at once."""
+    return slots + slots // 4
 
 
 class _Drawn:
@@ -71,8 +77,7 @@ class Sampler:
         seed: int,
         deterministic: bool = False,
     ):
-        """deterministic: what it does depends on nothing's speed. It hands samples in in the order in which they were
-        drawn, and waits for grades and weights."""
+        """deterministic: what it does depends on nothing's speed; it waits for grades and for weights."""
         self._name, self._incarnation, self._seed = name, uuid.uuid4().hex, seed
         self._program, self._grader, self._deterministic = program, grader, deterministic
         self._loader = WeightLoader(channel, program.model.abstract_params, wait=deterministic)
@@ -97,6 +102,9 @@ class Sampler:
 
     def start(self, snapshot: PolicySnapshot) -> None:
         """Builds the engine and compiles every shape it can meet."""
+        config = self._program.config
+        size = f"paged, {config.paging.blocks} blocks of {config.paging.block_size}" if config.paging else "dense"
+        log.info("%d slots of %d tokens; cache: %s", config.slots, config.max_length, size)
         self._engine = Engine(self._program, snapshot, self._seed)
         self._engine.warm_up()
 
@@ -169,21 +177,17 @@ class Sampler:
         return reply.stop
 
     def _want(self, engine: Engine, unsent: int) -> int:
-        """Training samples to ask for: some more than there are slots, so that a slot that becomes free is filled at
-        once. What the trainer has no room for keeps others from being drawn."""
+        """Training samples to ask for. What the trainer has no room for keeps others from being drawn."""
         waiting = sum(len(lease.sample_ids) for lease in self._backlog) + len(self._drawn.grading)
         held = engine.unfinished + unsent + waiting
         if self._program.config.static:
             return 0 if held else self._program.config.slots
-        return max(0, self._capacity() - held)
+        return max(0, capacity(self._program.config.slots) - held)
 
     def _want_evaluation(self) -> int:
         evaluating = self._evaluation.unfinished if self._evaluation else 0
-        return max(0, self._capacity() - evaluating - len(self._evaluation_backlog))
-
-    def _capacity(self) -> int:
-        slots = self._program.config.slots
-        return slots if self._deterministic else slots + slots // 8
+        held = evaluating + len(self._evaluation_backlog) + len(self._drawn.grading)
+        return max(0, capacity(self._program.config.slots) - held)
 
     def _update_weights(self, engine: Engine) -> None:
         """Has newer weights read beside decoding, and swaps them in between two chunks."""
@@ -195,8 +199,8 @@ class Sampler:
             if snapshot is None:  # gone: whoever measures it has done so
                 self._evaluation_backlog = [x for x in self._evaluation_backlog if x.pinned_version != version]
             else:
-                self._evaluation = self._evaluation_engine(snapshot)
-                if engine.version < version <= self._newest:  # an evaluation's may be newer than what training may use
+                self._begin_evaluation(snapshot)
+                if self._newest_here(engine) < version <= self._newest:  # an evaluation's may be newer than training's
                     self._next = snapshot
         if self._next is None:
             return
@@ -210,17 +214,21 @@ class Sampler:
         """What an evaluation waits for, or else the newest, unless it is here."""
         here = {e.version for e in (engine, self._evaluation) if e is not None}
         pinned = [lease.pinned_version for lease in self._evaluation_backlog if lease.pinned_version not in here]
-        newest_here = max(engine.version, self._next.version if self._next else NO_VERSION)
-        return pinned[0] if pinned else self._newest if self._newest > newest_here else None
+        if pinned:
+            return pinned[0]
+        return self._newest if self._next is None and self._newest > engine.version else None
 
-    def _evaluation_engine(self, snapshot: PolicySnapshot) -> Engine | None:
-        """An engine beside the training one, with the same compiled programs, if an evaluation waits for this version;
-        else the present one."""
-        if not any(lease.pinned_version == snapshot.version for lease in self._evaluation_backlog):
-            return self._evaluation
-        if self._evaluation is not None and self._evaluation.version == snapshot.version:
-            return self._evaluation
-        return Engine(self._program, snapshot, self._seed)
+    def _newest_here(self, engine: Engine) -> int:
+        return max(engine.version, self._next.version if self._next else NO_VERSION)
+
+    def _begin_evaluation(self, snapshot: PolicySnapshot) -> None:
+        """Sets an engine up beside the training one, with the same compiled programs, if an evaluation waits for this
+        version. Evaluations come one after another: what is left of an older one is over, whoever finished it."""
+        present = self._evaluation.version if self._evaluation else NO_VERSION
+        waiting = {lease.pinned_version for lease in self._evaluation_backlog}
+        if snapshot.version in waiting and snapshot.version > present:
+            self._evaluation = Engine(self._program, snapshot, self._seed)
+            self._leases = {i: lease for i, lease in self._leases.items() if lease.pinned_version is None}
 
     def _forget(self, engine: Engine, run: str) -> None:
         """The trainer was started anew: what was drawn for its last run, and its weights, are worth nothing."""
@@ -231,11 +239,11 @@ class Sampler:
 
     def _accept(self, engine: Engine) -> None:
         """Starts what the weights that are here allow."""
-        self._evaluation = self._evaluation_engine(engine.snapshot)
+        self._begin_evaluation(engine.snapshot)
         if self._evaluation is not None:
             version = self._evaluation.version
             self._submit(self._evaluation, [x for x in self._evaluation_backlog if x.pinned_version == version])
-            self._evaluation_backlog = [x for x in self._evaluation_backlog if x.pinned_version != version]
+            self._evaluation_backlog = [x for x in self._evaluation_backlog if (x.pinned_version or 0) > version]
         ready = [lease for lease in self._backlog if lease.min_version <= engine.version]
         self._backlog = [lease for lease in self._backlog if lease.min_version > engine.version]
         self._submit(engine, ready)
@@ -243,7 +251,7 @@ class Sampler:
     def _submit(self, engine: Engine, leases: Sequence[Lease]) -> None:
         for lease in leases:
             # a sampler that was given up and is back may be leased what it is still drawing
-            ids = [i for i in lease.sample_ids if lease.pinned_version is not None or i not in self._leases]
+            ids = [i for i in lease.sample_ids if i not in self._leases]
             self._leases |= dict.fromkeys(ids, lease)
             engine.submit([Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in ids])
 

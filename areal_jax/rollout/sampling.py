@@ -19,13 +19,10 @@ class Filter:
     top_k: int = 0
     """The so many likeliest (more where the last ones are equally likely); 0 is all."""
     top_p: float = 1.0
-    """The fewest likeliest tokens whose probabilities sum to at least this; 1 is all (nucleus, arXiv 1904.09751)."""
+    """The fewest likeliest tokens whose probabilities sum to at least this, and those as likely as the last of them; 1
+    is all (nucleus, arXiv 1904.09751)."""
     min_p: float = 0.0
     """Tokens with at least this share of the likeliest one's probability; 0 is all (arXiv 2407.01082)."""
-
-    @property
-    def keeps_all(self) -> bool:
-        return self == EVERYTHING
 
     def apply(self, scores: Float[Array, "S V"]) -> Float[Array, "S V"]:
         """`scores` (log-probs up to a constant a row) with those of the other tokens at -inf."""
@@ -61,7 +58,8 @@ def invert(weights: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array, " 
     """The first token at which the running sum of a row exceeds u times its total: token i with probability
     weights[i] / total, for u uniform in [0, 1). One random number a row, where Gumbel noise takes V.
 
-    A token of weight 0 is never chosen, whatever the rounding. Every row needs a positive weight.
+    Exact to float32's rounding and the 2^-23 between two values of u. A token of weight 0 is never chosen, whatever the
+    rounding. Every row needs a positive weight.
     """
     rows, vocabulary = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocabulary % BLOCK))).reshape(rows, -1, BLOCK)
@@ -72,7 +70,8 @@ def invert(weights: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array, " 
     row = jnp.arange(rows)
     before = jnp.where(block > 0, ends[row, block - 1], 0.0)
     inside = blocks[row, block]  # [S, BLOCK]
-    return block * BLOCK + _first_above(before[:, None] + jnp.cumsum(inside, axis=-1), inside, target)
+    token = block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, target - before)
+    return jnp.minimum(token, vocabulary - 1)  # where a row is NaN
 
 
 def _first_above(sums: Float[Array, "S N"], weights: Float[Array, "S N"], target: Float[Array, " S"]) -> Array:

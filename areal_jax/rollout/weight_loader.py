@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 
-from areal_jax.transport.weights import WeightChannel
+from areal_jax.transport.weights import VersionGone, WeightChannel
 from areal_jax.types import Params, PolicySnapshot
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,6 @@ class WeightLoader:
     def _read(self, version: int) -> PolicySnapshot | None:
         try:
             return self._channel.load(version, self._abstract_params)
-        except KeyError as error:  # this sampler was given up: the next reply names newer ones
+        except VersionGone as error:  # this sampler was given up: the next reply names newer ones
             log.warning("%s; waiting for a newer one", error)
             return None

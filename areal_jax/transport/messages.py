@@ -34,9 +34,9 @@ class SamplerStats:
     generated_tokens: int = 0
     """Training tokens; evaluation is not counted."""
     decoded_slot_steps: int = 0
-    """Slots x decode steps of the training engine, useful or not."""
+    """Rows x decode steps of the training engine, useful or not."""
     busy_seconds: float = 0.0
-    """Time in which it decoded, filled slots, graded or swapped weights."""
+    """Time of turns with something to decode; talking to the trainer counts where a chunk was in flight meanwhile."""
     wall_seconds: float = 0.0
     swaps: int = 0
     swap_seconds: float = 0.0
@@ -64,9 +64,9 @@ class Report:
     loading: int
     """The version that it is reading; -1 for none. The trainer keeps it."""
     want: int
-    """Training samples that it could start."""
+    """Training samples that it could take, some of them to wait for a slot."""
     want_evaluation: int
-    """Evaluation samples that it could start."""
+    """And evaluation samples."""
     trajectories: tuple[Trajectory, ...]
     stats: SamplerStats
 

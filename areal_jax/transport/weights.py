@@ -10,6 +10,7 @@ from __future__ import annotations
 import pathlib
 import shutil
 import threading
+import uuid
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -19,6 +20,10 @@ import orbax.checkpoint as ocp
 from areal_jax.types import Params, PolicySnapshot
 
 
+class VersionGone(Exception):
+    """The version has been retired."""
+
+
 class WeightChannel(Protocol):
     """Both ends of the channel."""
 
@@ -26,7 +31,7 @@ class WeightChannel(Protocol):
         """Makes the parameters available under their version; returns once they are committed."""
 
     def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
-        """The parameters of a version, laid out as `abstract_params` say. Raises KeyError if they are gone."""
+        """The parameters of a version, laid out as `abstract_params` say. Raises VersionGone."""
 
     def retire(self, keep: Iterable[int]) -> None:
         """Removes the versions older than the newest but one and than everything in `keep`."""
@@ -52,7 +57,9 @@ class MemoryChannel:
 
     def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
         with self._lock:
-            found = self._snapshots[version]
+            found = self._snapshots.get(version)
+        if found is None:
+            raise VersionGone(f"policy version {version} is not in memory")
         shardings = jax.tree.map(lambda x: x.sharding, abstract_params)
         return PolicySnapshot(version, jax.device_put(found.params, shardings))
 
@@ -70,8 +77,10 @@ class OrbaxChannel:
     def __init__(self, directory: pathlib.Path, fresh: bool = False):
         """fresh: remove what an earlier run left; for the publisher, before any reader."""
         self._directory = directory.absolute()
-        if fresh:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if fresh and self._directory.exists():
+            old = self._directory.with_name(f"{self._directory.name}.{uuid.uuid4().hex}")
+            self._directory.rename(old)  # out of the sight of those who read it, at once
+            shutil.rmtree(old)
         self._directory.mkdir(parents=True, exist_ok=True)
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
         self._checkpointer = ocp.Checkpointer(handler)
@@ -83,13 +92,13 @@ class OrbaxChannel:
     def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
         path = self._directory / str(version)
         if not path.is_dir():
-            raise KeyError(f"policy version {version} is not in {self._directory}")
+            raise VersionGone(f"policy version {version} is not in {self._directory}")
         try:
             return PolicySnapshot(version, restore(self._checkpointer, path, abstract_params))
         except Exception as error:  # Orbax raises a bare Exception when the files go while it reads them
             if path.is_dir():
                 raise
-            raise KeyError(f"policy version {version} was removed while it was read") from error
+            raise VersionGone(f"policy version {version} was removed while it was read") from error
 
     def retire(self, keep: Iterable[int]) -> None:
         available = [int(p.name) for p in self._directory.iterdir() if p.name.isdigit()]
