@@ -29,8 +29,8 @@ from areal_jax.rollout.stopping import StopStrings
 from areal_jax.transport.messages import Limits
 from areal_jax.types import UserError
 
-LONG = 1024
-"""Tokens of a sequence from which on another length of refills is worth its compilation."""
+LONG, LONG_PROMPT = 1024, 64
+"""Tokens of a sequence, and of a prompt, from which on another length of refills is worth its compilation."""
 
 PAGED_SHARE = 0.4
 """Tokens of a paged cache, by default, of those of a dense one. With a long tail about a quarter are alive at once."""
@@ -113,8 +113,9 @@ def model_on(
         )
     if samples and config.rollout.cache == "paged" and shards > 1:
         raise UserError(
-            f"rollout.cache is 'paged' and the {role}'s mesh has data x fsdp = {shards}: a pool of blocks is not split "
-            "over these. Launch more samplers (launch.samplers) of tensor-parallel devices, or use the dense cache"
+            f"rollout.cache is 'paged' and the {role}'s mesh, on which samples are drawn, has data x fsdp = {shards}: "
+            "a pool of blocks is not split over these. Give it tensor alone (with launch.samplers for more; a trainer "
+            "draws for the warm start and when colocated), or use the dense cache"
         )
     tensor = mesh.shape["tensor"]
     for name in ("heads", "kv_heads", "d_ff"):
@@ -137,16 +138,19 @@ def make_sampling_program(config: ml_collections.ConfigDict, model: Model, polic
 
 def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], row_shards: int) -> EngineConfig:
     """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
-    and for the prompt's length, half and all of the longest sequence (a quarter too, of LONG ones), within
-    rollout.prefill_tokens; decode for all slots and, with rollout.compaction, for a quarter and a half, where those
-    divide over `row_shards` devices."""
+    and for the prompt's length (three quarters too, of LONG_PROMPT ones), half and all of the longest sequence (a
+    quarter too, of LONG ones), as far as rollout.prefill_tokens allows; decode for all slots and, with rollout.compaction, for a quarter and a half, where
+    those divide over `row_shards` devices."""
     r = config.rollout
     longest = r.max_prompt_length + r.max_response_length
-    rows = {max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)}
-    if min(rows) * longest > r.prefill_tokens:
-        rows.add(max(1, r.prefill_tokens // longest))
     parts = (4, 2, 1) if longest >= LONG else (2, 1)
-    lengths = sorted({r.max_prompt_length, *(max(r.max_prompt_length, longest // n) for n in parts)})
+    lengths = {r.max_prompt_length, *(max(r.max_prompt_length, longest // n) for n in parts)}
+    if r.max_prompt_length >= LONG_PROMPT:
+        lengths.add(3 * r.max_prompt_length // 4)
+    lengths = {min(n, r.prefill_tokens) for n in lengths}  # what is longer goes in pieces
+    rows = {max(1, r.slots // 32), max(1, r.slots // 8), max(1, r.slots // 2)}
+    if min(rows) * max(lengths) > r.prefill_tokens:
+        rows.add(r.prefill_tokens // max(lengths))
     fewer = {r.slots // 4, r.slots // 2} if r.compaction and r.batching == "continuous" else set()
     return EngineConfig(
         slots=r.slots,
@@ -154,7 +158,7 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], 
         max_length=longest,
         chunk=r.chunk,
         row_ladder=tuple(sorted(rows)),
-        length_ladder=tuple(lengths),
+        length_ladder=tuple(sorted(lengths)),
         prefill_tokens=r.prefill_tokens,
         eos_ids=stop_ids,
         kv_on_update=r.kv_on_update,
@@ -166,7 +170,7 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], 
 
 
 def _paging(rollout: ml_collections.ConfigDict, longest: int) -> Paging:
-    size = rollout.block_size
+    size = min(rollout.block_size, max(1, longest // 8))
     tokens = rollout.cache_tokens or max(PAGED_SHARE * rollout.slots * longest, longest + size)
     return Paging(blocks=int(tokens // size), block_size=size)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.grading import Grader, Grading
 from areal_jax.rollout.programs import Program
+from areal_jax.rollout.schedule import Request
 from areal_jax.types import PolicySnapshot, Prompt, Trajectory
 
 

@@ -191,10 +191,13 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     cache = token * positions // (data * tensor)
     tables = 3 * 4 * engine.slots * engine.max_length
     apart = (tables + (0 if paging else cache)) * fewer // engine.slots  # blocks stay where they are
-    tokens = min(engine.row_ladder[-1] * engine.max_length, max(engine.prefill_tokens, engine.max_length))
+    tokens = min(engine.row_ladder[-1] * engine.max_length, engine.prefill_tokens)
     scores = tokens * c.heads * min(engine.max_length, QUERY_BLOCK) * 8
     prefill = tokens * 3 * c.d_model * size + (tokens * 2 * c.d_ff * size + scores) // tensor
-    prefill += 2 * c.layers * tokens * c.kv_heads * c.head_dim * size // tensor
+    prefill += token * tokens // tensor
+    if engine.max_length > engine.longest_refill:  # a piece looks at the whole row, which is gathered for it
+        scores = c.heads * min(tokens, QUERY_BLOCK) * engine.max_length * 8 + tokens * engine.max_length
+        prefill = max(prefill, (scores + token * engine.max_length) // tensor)
     logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
     items = {
         f"parameters, {VERSIONS} versions": VERSIONS * state,

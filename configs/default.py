@@ -88,9 +88,9 @@ def get_config() -> ml_collections.ConfigDict:
     # keys and values: dense has a row of prompt + response for each slot; paged has blocks from a common pool of
     # cache_tokens, so that memory follows the tokens alive: samples wait for blocks, or are computed again
     c.rollout.cache = "dense"  # dense | paged
-    c.rollout.cache_tokens = 0  # paged: tokens of the pool, >= prompt + response; 0 is 0.4 of what dense would take
-    c.rollout.block_size = 128  # paged: tokens of a block, >= 1
-    c.rollout.prefill_tokens = 16384  # most slots x length of one prefill, >= 1; bounds its memory
+    c.rollout.cache_tokens = 0  # paged: tokens of the pool, >= prompt + response + a block; 0 is 0.4 of dense
+    c.rollout.block_size = 128  # paged: tokens of a block, >= 1; at most an eighth of the longest sequence is taken
+    c.rollout.prefill_tokens = 16384  # most tokens prefilled between two chunks; longer prompts go in pieces, >= 1
     c.rollout.batching = "continuous"  # continuous | static (the baseline: all rows are computed until all are done)
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1
     c.rollout.compaction = True  # decode a half or a quarter of the slots where no more are alive and nothing waits

@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark generate
     python -m experiments.benchmark generate --n-eos 64 --requests 128    # lengths with a long tail
+    python -m experiments.benchmark train
     python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
     python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
 
@@ -20,7 +21,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +29,16 @@ import numpy as np
 
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
+from areal_jax.data import packing
 from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.rollout.blocks import Paging
-from areal_jax.rollout.engine import Completion, Engine, Request
+from areal_jax.rollout.engine import Completion, Engine
 from areal_jax.rollout.programs import EngineConfig, make_program
-from areal_jax.types import PolicySnapshot
+from areal_jax.rollout.schedule import Request
+from areal_jax.trainer import train_step
+from areal_jax.trainer.optimizer import OptimizerConfig, make_optimizer
+from areal_jax.types import PROMPT_VERSION, PolicySnapshot, Targets, Trajectory
 
 LLAMA = TransformerConfig(
     vocab_size=4096, layers=4, d_model=256, heads=4, kv_heads=2, head_dim=64, d_ff=1024, norm_eps=1e-5
@@ -57,15 +63,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     walls, cpus, tokens = zip(*(timed(engine, requests) for _ in range(options.reps)), strict=True)
     return {
         "name": "areal_jax_generate",
-        "median_s": round(statistics.median(walls), 4),
-        "min_s": round(min(walls), 4),
-        "max_s": round(max(walls), 4),
-        "median_rate": round(statistics.median(n / wall for n, wall in zip(tokens, walls, strict=True)), 1),
-        "unit": "tok/s",
-        "reps": options.reps,
-        "cpu_s": round(statistics.median(cpus), 3),
-        "cpu_min": round(min(cpus), 3),
-        "tokens_per_cpu_second": round(statistics.median(n / cpu for n, cpu in zip(tokens, cpus, strict=True)), 1),
+        **times(walls, cpus, tokens),
         "slots_useful": round((engine.generated_tokens - drawn) / (engine.decoded_slot_steps - steps), 3),
         "mean_len": round(statistics.fmean(tokens) / len(requests), 1),
         "preemptions": engine.preemptions,
@@ -74,9 +72,42 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Training steps of PPO without diagnostics: --batch rows of --prompt + --new tokens each, one update a step."""
+    model, optimizer = make_model(options.config), make_optimizer(OptimizerConfig())
+    length = options.prompt + options.new
+    samples = random_samples(options.batch, options.prompt, length, model.config.vocab_size)
+    shape = packing.PackingConfig(length, min(options.batch, options.micro_batch_rows), length)
+    batch, layout = packing.pack(samples, shape, shape.max_micro_batches(len(samples)))
+    advantages = layout.spread([np.full(length, t.reward) * t.loss_mask for t in samples])
+    step = train_step.StepConfig(resolve(LossConfig("ppo")), diagnostics=False)
+    programs = train_step.compile_programs(model, optimizer, step, batch)
+    state = train_step.init_state(model.init_params(0), model, optimizer)
+    targets = train_step.place_targets(Targets(advantages), model)
+    version, rate = train_step.scalar(1, np.int32, model), train_step.scalar(1e-5, np.float32, model)
+    walls, cpus = [], []
+    for i in range(options.reps + 2):
+        wall, cpu = time.perf_counter(), time.process_time()
+        placed = train_step.place(batch, model)
+        state, sums = programs.update(state, placed, targets, version, train_step.Rates(rate, rate))
+        jax.block_until_ready((state, sums))
+        if i >= 2:
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+    return {
+        "name": "areal_jax_train",
+        **times(walls, cpus, [options.batch * length] * options.reps),
+        "params": model.parameter_count(),
+        "micro_batch_rows": shape.rows,
+        **workload(options),
+    }
+
+
 def cache(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the same requests with a dense cache and with a paged one of --cache-share, the two taking turns."""
     model = make_model(options.config)
+    if not options.cache_share:
+        raise SystemExit("--cache-share=0: a share of the dense cache is needed for the paged one")
     requests = random_requests(options, model.config.vocab_size)
     engines: dict[str, Engine] = {}
     for name, share in (("dense", 0.0), ("paged", options.cache_share)):
@@ -133,6 +164,7 @@ def endurance(options: argparse.Namespace) -> dict[str, Any]:
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str, Any]]] = {
     "generate": (generate, {}),
+    "train": (train, {}),
     "cache": (
         cache,
         {"config": "pico", "batch": 16, "new": 8128, "n_eos": 2, "requests": 48, "cache_share": 0.4, "reps": 3},
@@ -140,6 +172,21 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str,
     "endurance": (endurance, {"n_eos": 64, "requests": 20_000}),
 }
 """name -> (what runs it, its defaults where they are not those of `generate`)."""
+
+
+def times(walls: Sequence[float], cpus: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
+    """Of repetitions that took so many seconds for so many useful tokens."""
+    return {
+        "median_s": round(statistics.median(walls), 4),
+        "min_s": round(min(walls), 4),
+        "max_s": round(max(walls), 4),
+        "median_rate": round(statistics.median(n / wall for n, wall in zip(tokens, walls, strict=True)), 1),
+        "unit": "tok/s",
+        "reps": len(walls),
+        "cpu_s": round(statistics.median(cpus), 3),
+        "cpu_min": round(min(cpus), 3),
+        "tokens_per_cpu_second": round(statistics.median(n / cpu for n, cpu in zip(tokens, cpus, strict=True)), 1),
+    }
 
 
 def workload(options: argparse.Namespace) -> dict[str, Any]:
@@ -155,13 +202,17 @@ def make_model(name: str) -> Model:
 def make_engine(model: Model, options: argparse.Namespace) -> Engine:
     slots, longest = options.batch, options.prompt + options.new
     blocks = int(options.cache_share * slots * longest // options.block)
+    if options.cache_share and blocks * options.block < longest + options.block:
+        raise SystemExit(f"--cache-share={options.cache_share} is less than one sequence of {longest} tokens")
     config = EngineConfig(
         slots=slots,
         max_prompt_length=options.prompt,
         max_length=longest,
         chunk=options.chunk,
-        row_ladder=tuple(sorted({max(1, slots // n) for n in (32, 8, 2)})),
-        length_ladder=tuple(sorted({max(options.prompt, longest // n) for n in (longest, 4, 2, 1)})),
+        row_ladder=tuple(sorted({1, *(max(1, slots // n) for n in (32, 8, 2))})),
+        length_ladder=tuple(
+            sorted({3 * options.prompt // 4, *(max(options.prompt, longest // n) for n in (longest, 4, 2, 1))})
+        ),
         prefill_tokens=max(longest, slots // 2 * options.prompt),
         eos_ids=tuple(range(1, options.n_eos + 1)),
         kv_on_update="recompute",
@@ -182,6 +233,25 @@ def random_requests(options: argparse.Namespace, vocabulary: int) -> list[Reques
     prompts = [tokens(int(rng.integers(max(1, options.prompt // 2), options.prompt + 1))) for _ in range(count)]
     prompts[0] = tokens(options.prompt)
     return [Request(i, prompt, options.new, 1.0) for i, prompt in enumerate(prompts)]
+
+
+def random_samples(count: int, prompt: int, length: int, vocabulary: int) -> list[Trajectory]:
+    """Samples of `length` random tokens drawn by version 0, uniformly; the first `prompt` ones are the prompt."""
+    rng = np.random.default_rng(0)
+    drawn = np.arange(length) >= prompt
+    return [
+        Trajectory(
+            sample_id=i,
+            prompt_id=i,
+            tokens=rng.integers(1, vocabulary, length).astype(np.int32),
+            behaviour_logprobs=np.where(drawn, -np.log(vocabulary), 0).astype(np.float32),
+            policy_versions=np.where(drawn, 0, PROMPT_VERSION).astype(np.int32),
+            loss_mask=drawn.astype(np.float32),
+            finish_reason="length",
+            reward=float(rng.standard_normal()),
+        )
+        for i in range(count)
+    ]
 
 
 def timed(engine: Engine, requests: list[Request]) -> tuple[float, float, int]:
@@ -219,6 +289,7 @@ def main() -> None:
         kind.add_argument("--n-eos", type=int, default=0, help="tokens that end a response; 0: nothing ends early")
         kind.add_argument("--requests", type=int, default=0, help="at least one a slot")
         kind.add_argument("--chunk", type=int, default=16, help="most decode steps between two visits of the host")
+        kind.add_argument("--micro-batch-rows", type=int, default=8, help="train: rows that are computed at once")
         kind.add_argument("--reps", type=int, default=5)
         kind.add_argument("--cache-share", type=float, default=0.0, help="of a dense cache: paged; 0 is dense")
         kind.add_argument("--block", type=int, default=128, help="tokens of a block of a paged cache")

@@ -2,11 +2,12 @@
 
 import pytest
 
+from areal_jax import build, objective
 from areal_jax import config as config_lib
-from areal_jax import objective
 from areal_jax.launch import local
 from areal_jax.rl.corrections import AGGREGATIONS
 from areal_jax.rl.losses import LOSSES
+from areal_jax.rollout.blocks import BlockPool
 from areal_jax.types import UserError
 from configs import default
 from configs import math as presets
@@ -239,3 +240,18 @@ def test_accelerators_are_shared_out(monkeypatch):
 def test_the_kind_follows_the_devices():
     assert [local.choose_kind("auto", n) for n in (0, 1, 2)] == ["local", "colocated", "local"]
     assert local.choose_kind("local", 1) == "local"
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7, 64])
+@pytest.mark.parametrize("prefill_tokens", [1, 15, 40, 16384])
+@pytest.mark.parametrize("cache", [{}, {"cache": "paged"}, {"cache": "paged", "block_size": 1, "cache_tokens": 89}])
+def test_the_engine_s_sizes_follow_from_any_config(slots, prefill_tokens, cache):
+    config = presets.get_config("tiny")
+    config.rollout.update({"slots": slots, "prefill_tokens": prefill_tokens, **cache})
+    config_lib.validate(config)
+    sizes = build.engine_config(config, (1,), row_shards=1)
+    assert sizes.longest_refill == min(prefill_tokens, sizes.max_length)
+    assert all(0 < n < slots for n in sizes.fewer)
+    if sizes.paging:
+        pool = BlockPool(sizes.paging, slots, sizes.max_length)
+        assert pool.tables.shape[1] >= 8  # blocks are small beside a sequence

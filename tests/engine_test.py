@@ -1,6 +1,7 @@
 """The slot engine: independence of slots and order, exact versions and log-probs across weight swaps."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.rl.logprobs import token_logprobs
-from areal_jax.rollout.blocks import BlockPool, Paging
-from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.blocks import Paging
+from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.programs import EngineConfig, make_program
+from areal_jax.rollout.schedule import Request
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.types import PolicySnapshot
 from tests.helpers import TINY, tiny_model
@@ -26,10 +28,25 @@ CONFIG = EngineConfig(
 MODEL = tiny_model()
 PAGED = dataclasses.replace(CONFIG, slots=6, fewer=(2,), paging=Paging(blocks=13, block_size=4))
 """Blocks for two sequences of the greatest length and a bit: six slots, and samples are parked time and again."""
-PROGRAM = make_program(MODEL, CONFIG)
-PAGED_PROGRAM = make_program(MODEL, PAGED)
-PROGRAMS = {"recompute": PROGRAM, "keep": make_program(MODEL, dataclasses.replace(CONFIG, kv_on_update="keep"))}
+PIECES = dataclasses.replace(CONFIG, length_ladder=(3,), prefill_tokens=3, row_ladder=(1, 2))
+"""Most prompts, and all that is computed again after a swap, in pieces of three tokens."""
+
+
+@functools.cache
+def compiled(config):
+    """A program per config, for all tests: compiling is most of their time."""
+    return make_program(MODEL, config)
+
+
+PROGRAM = compiled(CONFIG)
+PIECES_PROGRAM = compiled(PIECES)
+PAGED_PROGRAM = compiled(PAGED)
+PROGRAMS = {"recompute": PROGRAM, "keep": compiled(dataclasses.replace(CONFIG, kv_on_update="keep"))}
 PARAMS = [MODEL.init_params(seed) for seed in range(6)]
+
+
+def letters(tokens):
+    return "".join(chr(ord("a") + t) for t in tokens)
 
 
 def requests(n, temperature=1.0, limit=18):
@@ -73,11 +90,11 @@ def test_results_do_not_depend_on_slots_or_order(temperature):
     assert sorted(reference) == list(range(9))
     one_slot = dataclasses.replace(CONFIG, slots=1, row_ladder=(1,), chunk=5)
     seven_slots = dataclasses.replace(CONFIG, slots=7, fewer=(2, 3), chunk=4)  # at the tail, 3 and then 2 of them
-    made = {CONFIG: PROGRAM, PAGED: PAGED_PROGRAM}
+    paged_pieces = dataclasses.replace(PAGED, length_ladder=(), prefill_tokens=4)
     orders = (one_slot, wanted), (seven_slots, wanted), (CONFIG, wanted[::-1]), (PAGED, wanted), (PAGED, wanted[::-1])
+    orders += (PIECES, wanted), (paged_pieces, wanted)
     for config, order in orders:
-        program = made.get(config) or make_program(MODEL, config)
-        engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
+        engine = Engine(compiled(config), PolicySnapshot(0, PARAMS[0]), seed=0)
         engine.submit(order)
         found = drain(engine)
         assert sorted(found) == list(range(9))
@@ -86,14 +103,20 @@ def test_results_do_not_depend_on_slots_or_order(temperature):
             np.testing.assert_allclose(c.behaviour_logprobs, reference[i].behaviour_logprobs, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.sampled_from([None, 1, 2, 3, 4, 5]), max_size=10), st.booleans())
-def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swaps, paged):
+@settings(max_examples=24, deadline=None)
+@given(
+    st.lists(st.sampled_from([None, 1, 2, 3, 4, 5]), max_size=20),
+    st.sampled_from(["dense", "a token at a time", "paged", "in pieces"]),
+)
+def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swaps, how):
+    """With a token at a time, weights change after any token, the first and the last included."""
     increasing, newest = [], 0
     for s in swaps:
         increasing.append(s if s is not None and s > newest else None)
         newest = max(newest, s or 0)
-    engine = Engine(PAGED_PROGRAM if paged else PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=1)
+    one_by_one = compiled(dataclasses.replace(CONFIG, chunk=1))
+    programs = {"dense": PROGRAM, "a token at a time": one_by_one, "paged": PAGED_PROGRAM, "in pieces": PIECES_PROGRAM}
+    engine = Engine(programs[how], PolicySnapshot(0, PARAMS[0]), seed=1)
     engine.submit(requests(6))
     drawn = drain(engine, increasing)
     assert sorted(drawn) == list(range(6))
@@ -118,7 +141,7 @@ def test_log_probs_equal_a_teacher_forced_forward_of_each_tokens_own_version(swa
 @pytest.mark.parametrize("changes", [{}, {"fewer": (1, 2)}, {"paging": Paging(blocks=40, block_size=4)}])
 def test_a_group_s_prompt_is_computed_once(changes):
     """Two groups of four; the same tokens as without sharing, over swaps too."""
-    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=8, **changes))
+    program = compiled(dataclasses.replace(CONFIG, slots=8, **changes))
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 17, n).astype(np.int32) for n in (6, 4)]
     wanted = [Request(4 * g + i, prompt, 18, 1.0) for g, prompt in enumerate(prompts) for i in range(4)]
@@ -159,17 +182,17 @@ def test_a_prompt_s_keys_of_older_weights_are_not_shared():
 
 
 def test_finish_swaps_between_samples_alone():
-    program = make_program(MODEL, dataclasses.replace(CONFIG, kv_on_update="finish"))
+    program = compiled(dataclasses.replace(CONFIG, kv_on_update="finish"))
     engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=1)
     engine.submit(requests(9))
     done = engine.step()
     with pytest.raises(RuntimeError, match="swap when none is"):
         engine.set_params(PolicySnapshot(1, PARAMS[1]))
-    engine.admitting = False
+    engine.hold(True)
     while engine.live:
         done += engine.step()
     engine.set_params(PolicySnapshot(1, PARAMS[1]))
-    engine.admitting = True
+    engine.hold(False)
     done += drain(engine).values()
     versions = {c.request.sample_id: set(c.policy_versions[c.policy_versions >= 0]) for c in done}
     assert sorted(versions) == list(range(9))
@@ -221,9 +244,17 @@ def test_recompute_and_keep_differ_after_a_swap_and_agree_without():
     )
 
 
-@pytest.mark.parametrize("paging", [None, Paging(blocks=13, block_size=4)])
-def test_nothing_compiles_after_warm_up(paging):
-    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5, fewer=(1, 2), paging=paging))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"paging": Paging(blocks=13, block_size=4)},
+        {"length_ladder": (3,), "prefill_tokens": 3, "row_ladder": (1, 2)},
+    ],
+)
+def test_nothing_compiles_after_warm_up(changes):
+    stop = StopStrings(["ab"], letters) if "length_ladder" in changes else None
+    program = make_program(MODEL, dataclasses.replace(CONFIG, slots=5, fewer=(1, 2), **changes), stop)
     engine = Engine(program, PolicySnapshot(0, PARAMS[0]), seed=0)
     counter = CompileCounter()
     engine.warm_up()
@@ -237,14 +268,10 @@ def test_nothing_compiles_after_warm_up(paging):
     assert counter.after_warmup == 0
 
 
-def letters(tokens):
-    return "".join(chr(ord("a") + t) for t in tokens)
-
-
 def test_samples_without_blocks_wait_or_are_parked_and_none_is_lost():
     engine = Engine(PAGED_PROGRAM, PolicySnapshot(0, PARAMS[0]), seed=7)
     engine.submit(requests(30))
-    pool, most, turns = engine._pool, 0, 0
+    pool, most, turns = engine._schedule.pool, 0, 0
     done = []
     while engine.unfinished:
         done += engine.step()
@@ -259,14 +286,9 @@ def test_samples_without_blocks_wait_or_are_parked_and_none_is_lost():
     assert pool.free == PAGED.paging.blocks
 
 
-def test_a_pool_too_small_for_one_sequence_is_refused():
-    with pytest.raises(ValueError, match="5 blocks of 4 tokens do not hold one sequence of 24"):
-        BlockPool(Paging(blocks=5, block_size=4), slots=2, max_length=24)
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_stop_strings_end_a_response_at_the_first_match_whatever_the_chunk(chunk):
-    plain = Engine(make_program(MODEL, dataclasses.replace(CONFIG, chunk=chunk)), PolicySnapshot(0, PARAMS[0]), 4)
+    plain = Engine(compiled(dataclasses.replace(CONFIG, chunk=chunk)), PolicySnapshot(0, PARAMS[0]), 4)
     plain.submit(requests(20))
     whole = drain(plain)
     texts = {i: letters(c.tokens[len(c.request.prompt) :]) for i, c in whole.items()}
@@ -336,7 +358,7 @@ def test_a_refill_keeps_within_its_tokens():
     """With room for 48 tokens, rows of 24 are computed two at a time, and nothing else changes."""
     outcomes = []
     for tokens in (10_000, 48):
-        program = make_program(MODEL, dataclasses.replace(CONFIG, row_ladder=(1, 2, 4), prefill_tokens=tokens))
+        program = compiled(dataclasses.replace(CONFIG, row_ladder=(1, 2, 4), prefill_tokens=tokens))
         refill, shapes = program.refill, []
 
         def counted(params, state, slots, length, refill=refill, shapes=shapes):
@@ -360,28 +382,35 @@ def test_a_request_that_does_not_fit_is_refused():
 
 
 MESHES = {
+    "one device": ({"data": 1, "fsdp": 1, "tensor": 1}, None),
     "data and tensor": ({"data": 2, "fsdp": 1, "tensor": 2}, None),
     "tensor, paged": ({"data": 1, "fsdp": 1, "tensor": 2}, Paging(blocks=48, block_size=4)),
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sharded_engine_draws_the_same_tokens(name, temperature):
-    """The vocabulary sharded too, groups of prompts, a swap on the way, and few left at the end."""
+@functools.cache
+def compiled_on(name):
+    """A program on one of MESHES, its vocabulary sharded too, and two versions of its parameters."""
     shape, paging = MESHES[name]
     mesh = sharding.make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values())))])
-    even, config = dataclasses.replace(TINY, vocab_size=18), dataclasses.replace(CONFIG, slots=8, fewer=(2, 4))
+    model = tiny_model(dataclasses.replace(TINY, vocab_size=18), mesh)
+    program = make_program(model, dataclasses.replace(CONFIG, slots=8, fewer=(2, 4), paging=paging))
+    return program, [model.init_params(seed) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("name", [n for n in MESHES if n != "one device"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sharded_engine_draws_the_same_tokens(name, temperature):
+    """Groups of prompts, a swap on the way, and few left at the end."""
     prompts = requests(6, temperature)
     wanted = [dataclasses.replace(r, sample_id=6 * g + i) for i, r in enumerate(prompts) for g in (0, 1)]
     outcomes = []
-    for devices, pages in ((None, None), (mesh, paging)):
-        model = tiny_model(even, devices)
-        program = make_program(model, dataclasses.replace(config, paging=pages))
-        engine = Engine(program, PolicySnapshot(0, model.init_params(0)), seed=0)
+    for where in ("one device", name):
+        program, params = compiled_on(where)
+        engine = Engine(program, PolicySnapshot(0, params[0]), seed=0)
         engine.submit(wanted)
         done = engine.step() + engine.step()
-        engine.set_params(PolicySnapshot(1, model.init_params(1)))
+        engine.set_params(PolicySnapshot(1, params[1]))
         outcomes.append({c.request.sample_id: c for c in [*done, *drain(engine).values()]})
     one, sharded = outcomes
     assert sorted(one) == sorted(sharded) == list(range(12))

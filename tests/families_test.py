@@ -14,8 +14,9 @@ from areal_jax import sharding
 from areal_jax.models import pretrained
 from areal_jax.models.families import FAMILIES, read_config, tensor_maps, to_hf
 from areal_jax.models.transformer import build_model
-from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.programs import EngineConfig, make_program
+from areal_jax.rollout.schedule import Request
 from areal_jax.types import PolicySnapshot, UserError
 from tests.goldens import make
 from tests.helpers import one_device_mesh

@@ -94,6 +94,46 @@ def test_prefill_then_decode_equals_the_full_forward(name, paged):
         np.testing.assert_allclose(logits, full[:, t], atol=1e-5)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_prompt_in_pieces_equals_the_whole(name, paged):
+    """Pieces of four of eleven tokens, the last one reaching beyond them, then a token more: as in one forward."""
+    config = dataclasses.replace(TINY, **OPTIONS[name])
+    model = tiny_model(config)
+    params = random_params(model)
+    tokens = jax.random.randint(jax.random.key(4), (3, 12), 0, config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    full = forward(model, params, tokens, positions, jnp.ones_like(tokens))
+    rows, padded = jnp.array([2, 0]), jnp.pad(tokens, ((0, 0), (0, 8)))
+
+    @jax.jit
+    def piece(cache, start):
+        at = start + jnp.arange(4)
+        keys_values = model.bind(params).extend(padded[rows][:, at], at, cache.dense_rows(rows))
+        return cache.write_at(rows, at, keys_values)
+
+    @jax.jit
+    def decode(cache):
+        policy = model.bind(params)
+        return policy.logits(policy.decode(tokens[:, 11], jnp.full(3, 11), cache)[0])
+
+    cache = empty_cache((3, config.kv_heads, 16, config.head_dim), config.layers, "float32", one_device_mesh())
+    if paged:
+        cache = paged_cache(config)
+    for start in (0, 4, 8):
+        cache = piece(cache, start)
+    np.testing.assert_allclose(decode(cache)[rows], full[rows, 11], atol=1e-5)
+
+
+def test_paged_attention_of_idle_rows_is_finite_whatever_the_window():
+    q, pool = jnp.ones((2, 2, 4)), jnp.ones((3, 1, 4, 4))
+    tables = jnp.array([[3, 3, 3], [1, 3, 3]])  # the first row has no block
+    for window in (0, 2):
+        out = attention.attend_paged(q, pool, pool, tables, jnp.array([11, 2]), window, 1.0)
+        assert np.isfinite(out).all()
+        np.testing.assert_allclose(out[1], 1.0)
+
+
 @pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("plain", "multi_head", "multi_query", "wide_heads")])
 def test_every_option_changes_the_result(name):
     changed, plain = dataclasses.replace(TINY, **OPTIONS[name]), TINY

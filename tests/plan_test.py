@@ -4,12 +4,14 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from areal_jax import build, plan
 from areal_jax.data import packing
 from areal_jax.models.transformer import TransformerConfig, build_model
 from areal_jax.rl.losses import LossConfig, resolve
+from areal_jax.rollout.programs import empty_state
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, make_optimizer
 from areal_jax.types import UserError
@@ -170,3 +172,28 @@ def test_dry_run_reads_no_weights_and_leaves_nothing(tmp_path):
     assert refused.returncode == 1
     assert "the trainer would need more" in refused.stderr
     assert run_main(*arguments, "--trainer_slice=huge").stderr.endswith("expected DEVICESxGIB, such as 8x80\n")
+
+
+@pytest.mark.parametrize("changes", [{}, {"rollout.cache": "paged"}, {"rollout.prefill_tokens": 64}])
+def test_the_sampler_s_plan_covers_what_its_programs_take(changes):
+    """XLA's own figures for the largest program beside the buffers, and the buffers themselves."""
+    config = default.get_config()
+    with config.unlocked():
+        config.update_from_flattened_dict({"rollout.slots": 16, **changes})
+    policy = build.find_policy(config)
+    model = build.model_on(one_device_mesh(), config, "sampler", policy.config, on_cpu=True)
+    program = build.make_sampling_program(config, model, policy)
+    state = empty_state(model, program.config, 0)
+    made = plan.make_plan(config, plan.Slice(1, plan.GIB, True), plan.Slice(1, plan.GIB, True))[1].items
+    cache = next(size for name, size in made.items() if name.startswith("keys and values"))
+    held = sum(x.nbytes for x in jax.tree.leaves((state.cache.layers, state.tokens, state.logprobs, state.versions)))
+    assert cache == held
+    rows = program.config.row_ladder[-1]
+    nothing = program.config.padded([], rows)
+    compiled = [program.decode.lower(model.abstract_params, state, None, np.int32(0), np.int32(0)).compile()]
+    for length in (n for n in program.config.length_ladder if program.config.fits(rows, n)):
+        compiled.append(program.refill.lower(model.abstract_params, state, nothing, length).compile())
+    if program.config.max_length > program.config.longest_refill:
+        compiled.append(program.extend.lower(model.abstract_params, state, nothing[:1], np.int32(0)).compile())
+    taken = max(c.memory_analysis().temp_size_in_bytes for c in compiled)
+    assert taken < 2 * made["prefill or decode step"] + (1 << 20)

@@ -21,8 +21,9 @@ from areal_jax.environments.single_turn import SingleTurn
 from areal_jax.rewards.grader import judge
 from areal_jax.rewards.math import Question, fold, last_number, math_answer, parse_number, text_answer
 from areal_jax.rewards.pool import GradingPool, PoolConfig, looks_hostile
-from areal_jax.rollout.engine import Completion, Request
+from areal_jax.rollout.engine import Completion
 from areal_jax.rollout.grading import Grader, GradingConfig
+from areal_jax.rollout.schedule import Request
 from areal_jax.types import Prompt
 from experiments.grading import HOSTILE
 from tests.helpers import ROOT, environment

@@ -14,8 +14,9 @@ import numpy as np
 from areal_jax import build, main, train, warm_start
 from areal_jax.data.prompts import PromptStream, RecordStream
 from areal_jax.learner import Learner
-from areal_jax.rollout.engine import Engine, Request
+from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.sampler import capacity
+from areal_jax.rollout.schedule import Request
 from areal_jax.types import PolicySnapshot
 
 

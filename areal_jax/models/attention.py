@@ -59,14 +59,16 @@ def attend_paged(
 ) -> Float[Array, "B N H"]:
     """One query a row, at `positions`, over keys that lie in blocks of P positions; row b's are blocks tables[b].
 
-    A block at a time, with a running softmax (arXiv 1805.02867), up to the last block that any row needs: the work
-    follows the longest sequence alive, and no row's keys are gathered whole. A row whose first block is out of range is
-    idle.
+    A block at a time, with a running softmax (arXiv 1805.02867), from the first to the last block that any row needs:
+    the work follows the longest sequence alive, and no row's keys are gathered whole. A row whose first block is out of
+    range is idle; what it gets means nothing.
     """
     b, n, h = q.shape
     blocks, kv_heads, size, _ = k.shape
     queries = q.reshape(b, kv_heads, n // kv_heads, h)
-    count = jnp.max(jnp.where(tables[:, 0] < blocks, positions, 0)) // size + 1
+    alive = tables[:, 0] < blocks
+    end = jnp.max(jnp.where(alive, positions, 0)) // size + 1
+    begin = jnp.min(jnp.where(alive, jnp.maximum(0, positions - window + 1), end * size)) // size if window else 0
 
     def look(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry  # of what was seen: largest score, sum of exp(score - top), and the values weighted so
@@ -82,5 +84,5 @@ def attend_paged(
 
     none = jnp.full(queries.shape[:3], MASKED, jnp.float32)
     start = (none, jnp.zeros_like(none), jnp.zeros(queries.shape, jnp.float32))
-    _, total, out = jax.lax.fori_loop(0, count, look, start)
-    return (out / total[..., None]).astype(q.dtype).reshape(b, n, h)
+    _, total, out = jax.lax.fori_loop(begin, end, look, start)
+    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype).reshape(b, n, h)

@@ -43,6 +43,19 @@ class KVCache(NamedTuple):
         """With the first `length` positions of rows `sources` copied to rows `targets`."""
         return self.write_rows(targets, self._rows(sources, length))
 
+    def dense_rows(self, rows: Int[Array, " R"]) -> list[LayerKV]:
+        """The given rows' keys and values, [R, K, S, H]."""
+        return self._rows(rows, None)
+
+    def write_at(self, rows: Int[Array, " R"], at: Int[Array, " T"], keys_values: list[LayerKV]) -> Self:
+        """Copies keys and values [R, K, T, H] to positions `at` of the given rows."""
+
+        def put(cached: Array, new: Array) -> Array:
+            new = new.astype(cached.dtype).swapaxes(1, 2)  # [R, T, K, H]
+            return cached.at[rows[:, None], :, at[None]].set(new, mode="drop")
+
+        return self._replace(layers=[_both(put, c, n) for c, n in zip(self.layers, keys_values, strict=True)])
+
     def rows(self, rows: Int[Array, " R"]) -> Self:
         """A cache of the given rows alone."""
         return self._replace(layers=self._rows(rows, None))
@@ -104,6 +117,25 @@ class PagedKVCache(NamedTuple):
             return pool.at[given].set(pool.at[taken].get(mode="fill", fill_value=0), mode="drop")
 
         return self._replace(layers=[_both(put, c, c) for c in self.layers])
+
+    def dense_rows(self, rows: Int[Array, " R"]) -> list[LayerKV]:
+        count, size = self._blocks_and_size()
+        ids = self.tables.at[rows].get(mode="fill", fill_value=count)  # [R, W]
+
+        def get(pool: Array) -> Array:
+            pages = pool.at[ids].get(mode="fill", fill_value=0).swapaxes(1, 2)  # [R, K, W, P, H]
+            return pages.reshape(ids.shape[0], pool.shape[1], ids.shape[1] * size, pool.shape[3])
+
+        return [LayerKV(get(c.k), get(c.v)) for c in self.layers]
+
+    def write_at(self, rows: Int[Array, " R"], at: Int[Array, " T"], keys_values: list[LayerKV]) -> Self:
+        count, size = self._blocks_and_size()
+        ids = self.tables.at[rows[:, None], at[None] // size].get(mode="fill", fill_value=count)  # [R, T]
+
+        def put(pool: Array, new: Array) -> Array:
+            return pool.at[ids, :, at[None] % size].set(new.astype(pool.dtype).swapaxes(1, 2), mode="drop")
+
+        return self._replace(layers=[_both(put, c, n) for c, n in zip(self.layers, keys_values, strict=True)])
 
     def rows(self, rows: Int[Array, " R"]) -> Self:
         count, _ = self._blocks_and_size()

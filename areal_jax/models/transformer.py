@@ -293,6 +293,26 @@ class Transformer(nnx.Module):
             keys_values.append(LayerKV(k, v))
         return self.final_norm(x), keys_values
 
+    def extend(self, tokens: Int[Array, "B T"], at: Int[Array, " T"], past: list[LayerKV]) -> list[LayerKV]:
+        """Keys and values [B, K, T, H] of tokens at positions `at` that follow those in `past` ([B, K, S, H]).
+
+        What `past` has at `at` and later is not looked at; a position from S on is computed, and nobody sees it.
+        """
+        positions = jnp.broadcast_to(at, tokens.shape)
+        behind = positions[:, :, None] - jnp.arange(past[0].k.shape[2])  # [B, T, S]
+        masks = self._windowed(behind >= 0, behind)
+        x = self._embed(tokens)
+        keys_values = []
+        for layer, kv in zip(self.layers, past, strict=True):
+            q, k, v = layer.project(x, positions)
+            keys_values.append(LayerKV(k, v))
+            both = LayerKV(
+                kv.k.at[:, :, at].set(k.astype(kv.k.dtype), mode="drop"),
+                kv.v.at[:, :, at].set(v.astype(kv.v.dtype), mode="drop"),
+            )
+            x = layer.finish(x, layer.attend(q, both.k, both.v, masks))
+        return keys_values
+
     def decode(
         self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: Cache
     ) -> tuple[Float[Array, "B D"], Cache]:

@@ -1,9 +1,9 @@
 """The engine's compiled programs: pure functions of the slots' device buffers.
 
 `place` puts prompts into slots; `refill` computes keys and values of a slot's tokens so far, which is the prefill of a
-new prompt and the recomputation of a live sequence under new weights alike; `copy_prompts` takes a prompt's keys and
-values over from another slot; `decode` draws tokens. Weights are arguments, so a swap compiles nothing; buffers are
-donated, so no program allocates a second cache.
+new prompt and the recomputation of a live sequence under new weights alike, and `extend` does so piece by piece;
+`copy_prompts` takes a prompt's keys and values over from another slot; `decode` draws tokens. Weights are arguments, so
+a swap compiles nothing; buffers are donated, so no program allocates a second cache.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class EngineConfig:
     row_ladder: tuple[int, ...]
     """Numbers of slots that one refill is compiled for, ascending."""
     length_ladder: tuple[int, ...]
-    """Sequence lengths that one refill is compiled for, ascending; the last is max_length."""
+    """Sequence lengths that one refill is compiled for, ascending; () computes all in pieces."""
     prefill_tokens: int
-    """Most slots x length of one refill, which bounds its memory; a single row may be longer."""
+    """Most tokens that are computed at once, or between two chunks while samples are decoded; what is longer than the
+    length ladder is computed in pieces of so many."""
     eos_ids: tuple[int, ...]
     kv_on_update: str
     """On a weight swap: 'recompute' live keys and values (AReaL), 'keep' them (PipelineRL, arXiv 2509.19128), or let
@@ -73,7 +74,19 @@ class EngineConfig:
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether one refill may have so many rows of this length."""
-        return rows * length <= self.prefill_tokens or rows == self.row_ladder[0]
+        return rows * length <= self.prefill_tokens
+
+    @property
+    def longest_refill(self) -> int:
+        """Longer sequences are computed in pieces."""
+        return self.length_ladder[-1] if self.length_ladder else 0
+
+    def __post_init__(self) -> None:
+        if not self.fits(self.row_ladder[0], self.longest_refill):
+            raise ValueError(
+                f"prefill_tokens is {self.prefill_tokens}, and the smallest refill of {self.longest_refill} tokens has "
+                f"{self.row_ladder[0]} rows: raise it, or leave the length to pieces"
+            )
 
 
 class SlotState(NamedTuple):
@@ -117,6 +130,7 @@ class Program(NamedTuple):
     config: EngineConfig
     place: Callable[[SlotState, Rows], SlotState]
     refill: Callable[..., SlotState]
+    extend: Callable[..., SlotState]
     copy_prompts: Callable[..., SlotState]
     decode: Callable[..., tuple[SlotState, Progress]]
     take: Callable[..., Any]
@@ -157,6 +171,13 @@ def make_program(model: Model, config: EngineConfig, stop: StopStrings | None = 
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         _, keys_values = model.bind(params).prefill(tokens, positions, jnp.ones_like(tokens))
         return state._replace(cache=state.cache.write_rows(slots, keys_values))
+
+    def extend(params: Params, state: SlotState, slots: Any, start: Any) -> SlotState:
+        """Computes a piece of prefill_tokens positions of slots [R], from `start` on; what comes before is computed."""
+        at = start + jnp.arange(config.prefill_tokens)
+        tokens = state.tokens.at[slots[:, None], at[None]].get(mode="fill", fill_value=0)  # [R, L]
+        keys_values = model.bind(params).extend(tokens, at, state.cache.dense_rows(slots))
+        return state._replace(cache=state.cache.write_at(slots, at, keys_values))
 
     def copy_prompts(state: SlotState, sources: Any, targets: Any) -> SlotState:
         """Gives slots `targets` [R] the keys and values that `sources` [R] have of the same prompt."""
@@ -231,6 +252,7 @@ def make_program(model: Model, config: EngineConfig, stop: StopStrings | None = 
         stop=stop,
         place=jax.jit(place, donate_argnums=0, out_shardings=layout),
         refill=jax.jit(refill, donate_argnums=1, static_argnums=3, out_shardings=layout),
+        extend=jax.jit(extend, donate_argnums=1, out_shardings=layout),
         copy_prompts=jax.jit(copy_prompts, donate_argnums=0, out_shardings=layout),
         decode=jax.jit(decode, donate_argnums=1, out_shardings=(layout, here)),
         take=jax.jit(take, out_shardings=here),
@@ -316,10 +338,12 @@ def warm_up(program: Program, params: Params, state: SlotState) -> SlotState:
             if config.fits(rows, length):
                 state = program.refill(params, state, nothing, length)
         program.take(state, nothing)
-        if program.stop or config.paging:
+        if program.stop or config.paging or config.max_prompt_length > config.longest_refill:
             state = program.set_active(state, nothing, np.bool_(False))
     if program.stop:
         program.recent(state)
+    if config.max_length > config.longest_refill:
+        state = program.extend(params, state, config.padded([], 1), np.int32(0))
     if isinstance(state.cache, PagedKVCache):
         state = program.assign(state, np.asarray(state.cache.tables))
     for slots in (None, *(config.padded([], size) for size in config.fewer)):

@@ -13,9 +13,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from areal_jax.rollout.engine import Completion, Engine, Request
+from areal_jax.rollout.engine import Completion, Engine
 from areal_jax.rollout.grading import Grader, Grading
 from areal_jax.rollout.programs import Program
+from areal_jax.rollout.schedule import Request
 from areal_jax.rollout.weight_loader import WeightLoader
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.transport.trajectories import Link
@@ -204,10 +205,12 @@ class Sampler:
                     self._next = snapshot
         if self._next is None:
             return
-        engine.admitting = self._program.config.kv_on_update != "finish"
-        if engine.admitting or not engine.live:
+        finish = self._program.config.kv_on_update == "finish"
+        engine.hold(finish)
+        if not (finish and engine.live):
             pause = engine.set_params(self._next)
-            self._next, engine.admitting = None, True
+            self._next = None
+            engine.hold(False)
             self._add(swaps=1, swap_seconds=pause)
 
     def _version_to_read(self, engine: Engine) -> int | None:

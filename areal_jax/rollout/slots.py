@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from areal_jax.rollout.programs import Program, Progress, empty_rows, empty_state, warm_up
+from areal_jax.rollout.schedule import Request
 from areal_jax.types import Params
 
 
@@ -23,9 +24,9 @@ class Slots:
         """Compiles every shape there is, while all slots are idle."""
         self._state = warm_up(self._program, params, self._state)
 
-    def place(self, slots: Sequence[int], requests: Sequence[Any]) -> None:
-        """Puts the prompts of requests (engine.Request) into slots and makes those active."""
-        for start, piece in self._pieces(slots):
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Puts the prompts of requests into slots and makes those active."""
+        for start, piece in self._config.pieces(slots):
             rows = empty_rows(self._config, len(piece))
             rows.slots[:] = piece
             for i, r in enumerate(requests[start : start + len(piece)]):
@@ -35,22 +36,32 @@ class Slots:
             self._state = self._program.place(self._state, rows)
 
     def refill(self, params: Params, lengths: Mapping[int, int]) -> None:
-        """Computes keys and values of slots with so many tokens, {slot: length}."""
+        """Computes keys and values of slots with so many tokens, {slot: length}; long ones in pieces."""
+        config = self._config
         left = sorted(lengths, key=lambda slot: lengths[slot])
+        while left and lengths[left[-1]] > config.longest_refill:
+            slot = left.pop()
+            self.extend(params, [(slot, start) for start in range(0, lengths[slot], config.prefill_tokens)])
         while left:
             # the largest piece, from the short end, that its longest member leaves within prefill_tokens
-            for rows in reversed(self._config.row_ladder):
-                _, piece = self._pieces(left[:rows])[0]
+            for rows in reversed(config.row_ladder):
+                _, piece = config.pieces(left[:rows])[0]
                 longest = lengths[left[min(rows, len(left)) - 1]]
-                length = next(n for n in self._config.length_ladder if n >= longest)
-                if self._config.fits(len(piece), length):
+                length = next(n for n in config.length_ladder if n >= longest)
+                if config.fits(len(piece), length):
                     break
             self._state = self._program.refill(params, self._state, piece, length)
             left = left[len(piece) :]
 
+    def extend(self, params: Params, pieces: Sequence[tuple[int, int]]) -> None:
+        """Computes pieces of prefill_tokens keys and values, (slot, first position), in this order."""
+        for slot, start in pieces:
+            slots = np.array([slot], np.int32)
+            self._state = self._program.extend(params, self._state, slots, np.int32(start))
+
     def copy_prompts(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the keys and values of a prompt, from the first slot of each pair to the second."""
-        for start, targets in self._pieces([target for _, target in pairs]):
+        for start, targets in self._config.pieces([target for _, target in pairs]):
             sources = [source for source, _ in pairs[start : start + len(targets)]]
             self._state = self._program.copy_prompts(self._state, self._config.padded(sources, len(targets)), targets)
 
@@ -60,7 +71,7 @@ class Slots:
 
     def set_active(self, slots: Sequence[int], active: bool) -> None:
         """Goes on, or does not, with the sequences in slots."""
-        for _, piece in self._pieces(slots):
+        for _, piece in self._config.pieces(slots):
             self._state = self._program.set_active(self._state, piece, np.bool_(active))
 
     def decode(self, params: Params, live: Sequence[int], version: int, min_active: int) -> tuple[Progress, int]:
@@ -75,7 +86,7 @@ class Slots:
 
     def take(self, slots: Sequence[int]) -> list[Any]:
         """(tokens, logprobs, versions), each [R, T], of pieces of the slots in order: for `rows_of`."""
-        return [self._program.take(self._state, piece) for _, piece in self._pieces(slots)]
+        return [self._program.take(self._state, piece) for _, piece in self._config.pieces(slots)]
 
     def rows_of(self, taken: Sequence[Any], count: int) -> list[tuple[np.ndarray, ...]]:
         """Waits for what `take` returned for so many slots: (tokens, logprobs, versions), each [T], of each."""
@@ -91,6 +102,3 @@ class Slots:
     def wait(self) -> None:
         """Until the device is done."""
         jax.block_until_ready(self._state)
-
-    def _pieces(self, slots: Sequence[int]) -> list[tuple[int, np.ndarray]]:
-        return self._config.pieces(slots)
