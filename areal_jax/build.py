@@ -137,10 +137,13 @@ def make_sampling_program(config: ml_collections.ConfigDict, model: Model, polic
 
 
 def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], row_shards: int) -> EngineConfig:
-    """The sizes of a sampler's engine. Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each)
-    and for the prompt's length (three quarters too, of LONG_PROMPT ones), half and all of the longest sequence (a
-    quarter too, of LONG ones), as far as rollout.prefill_tokens allows; decode for all slots and, with rollout.compaction, for a quarter and a half, where
-    those divide over `row_shards` devices."""
+    """The sizes of a sampler's engine.
+
+    Refills are compiled for 1/32, 1/8 and 1/2 of the slots (at least one each) and for the prompt's length (three
+    quarters too, of LONG_PROMPT ones), half and all of the longest sequence (a quarter too, of LONG ones), as far as
+    rollout.prefill_tokens allows; decode for all slots and, with rollout.compaction, for a quarter and a half, where
+    those divide over `row_shards` devices.
+    """
     r = config.rollout
     longest = r.max_prompt_length + r.max_response_length
     parts = (4, 2, 1) if longest >= LONG else (2, 1)
