@@ -1,6 +1,7 @@
 """The decoder: its three paths agree, and its options do what they say."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,20 @@ def random_params(model, seed=0):
     )
 
 
-def paged_cache(config):
-    """Room for three rows of 16 positions in blocks of 4, which lie anywhere; two blocks are nobody's."""
+@functools.cache
+def whole(name):
+    """A model with an option, its parameters, three sequences of twelve tokens, and their logits in one forward."""
+    model = tiny_model(dataclasses.replace(TINY, **OPTIONS[name]))
+    params = random_params(model)
+    tokens = jax.random.randint(jax.random.key(3), (3, 12), 0, model.config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    return model, params, tokens, positions, forward(model, params, tokens, positions, jnp.ones_like(tokens))
+
+
+def small_cache(config, paged):
+    """Room for three rows of 16 positions; paged, in blocks of 4, which lie anywhere, and two are nobody's."""
+    if not paged:
+        return empty_cache((3, config.kv_heads, 16, config.head_dim), config.layers, "float32", one_device_mesh())
     shape = (14, config.kv_heads, 4, config.head_dim)
     cache = empty_pool(shape, (3, 4), config.layers, "float32", one_device_mesh())
     return cache._replace(tables=jnp.asarray(np.random.default_rng(0).permutation(14)[:12].reshape(3, 4), jnp.int32))
@@ -65,12 +78,7 @@ def paged_cache(config):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_prefill_then_decode_equals_the_full_forward(name, paged):
-    config = dataclasses.replace(TINY, **OPTIONS[name])
-    model = tiny_model(config)
-    params = random_params(model)
-    tokens = jax.random.randint(jax.random.key(3), (3, 12), 0, config.vocab_size)
-    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-    full = forward(model, params, tokens, positions, jnp.ones_like(tokens))
+    model, params, tokens, positions, full = whole(name)
 
     @jax.jit
     def prefill(cache, tokens, positions):
@@ -84,9 +92,7 @@ def test_prefill_then_decode_equals_the_full_forward(name, paged):
         hidden, cache = policy.decode(tokens, positions, cache)
         return policy.logits(hidden), cache
 
-    cache = empty_cache((3, config.kv_heads, 16, config.head_dim), config.layers, "float32", one_device_mesh())
-    if paged:
-        cache = paged_cache(config)
+    cache = small_cache(model.config, paged)
     logits, cache = prefill(cache, tokens[:, :5], positions[:, :5])
     np.testing.assert_allclose(logits, full[:, :5], atol=1e-5)
     for t in range(5, 12):
@@ -98,12 +104,7 @@ def test_prefill_then_decode_equals_the_full_forward(name, paged):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_prompt_in_pieces_equals_the_whole(name, paged):
     """Pieces of four of eleven tokens, the last one reaching beyond them, then a token more: as in one forward."""
-    config = dataclasses.replace(TINY, **OPTIONS[name])
-    model = tiny_model(config)
-    params = random_params(model)
-    tokens = jax.random.randint(jax.random.key(4), (3, 12), 0, config.vocab_size)
-    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-    full = forward(model, params, tokens, positions, jnp.ones_like(tokens))
+    model, params, tokens, _, full = whole(name)
     rows, padded = jnp.array([2, 0]), jnp.pad(tokens, ((0, 0), (0, 8)))
 
     @jax.jit
@@ -117,9 +118,7 @@ def test_a_prompt_in_pieces_equals_the_whole(name, paged):
         policy = model.bind(params)
         return policy.logits(policy.decode(tokens[:, 11], jnp.full(3, 11), cache)[0])
 
-    cache = empty_cache((3, config.kv_heads, 16, config.head_dim), config.layers, "float32", one_device_mesh())
-    if paged:
-        cache = paged_cache(config)
+    cache = small_cache(model.config, paged)
     for start in (0, 4, 8):
         cache = piece(cache, start)
     np.testing.assert_allclose(decode(cache)[rows], full[rows, 11], atol=1e-5)
