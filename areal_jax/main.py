@@ -20,6 +20,7 @@ from ml_collections import config_flags  # noqa: E402
 from areal_jax import config as config_lib  # noqa: E402
 from areal_jax import workdir as workdir_lib  # noqa: E402
 from areal_jax.launch import local  # noqa: E402
+from areal_jax.launch.cluster import Cluster  # noqa: E402
 from areal_jax.metrics import Record  # noqa: E402
 from areal_jax.terminal import make_view  # noqa: E402
 from areal_jax.types import UserError  # noqa: E402
@@ -31,6 +32,11 @@ ROLE = flags.DEFINE_enum(
     "role", "", ["", "trainer", "sampler"], "'' runs everything; a role runs that part alone, for launching by hand."
 )
 SAMPLER_INDEX = flags.DEFINE_integer("sampler_index", 0, "Number of this sampler, unique among them.", lower_bound=0)
+COORDINATOR = flags.DEFINE_string(
+    "coordinator_address", "", "HOST:PORT of process 0, for a --role with several processes."
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes this --role has.", lower_bound=1)
+PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Which of them this one is.", lower_bound=0)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the mesh and the memory per device, read no weights, and end.")
 TRAINER_SLICE = flags.DEFINE_string("trainer_slice", "", "--dry_run: the trainer's devices as COUNTxGIB, e.g. 8x80.")
 SAMPLER_SLICE = flags.DEFINE_string("sampler_slice", "", "--dry_run: the samplers' devices, likewise.")
@@ -39,11 +45,13 @@ DEBUG = flags.DEFINE_bool("debug", False, "Show the frames of an error.")
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    supervised = processes.supervised()
+    supervised, cluster = processes.supervised(), Cluster()
     try:
         config, overrides = _parse(argv)
         config_lib.validate(config)
         config_lib.refuse_idle_overrides(config, overrides)
+        cluster = Cluster(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+        cluster.check(ROLE.value)
         if DRY_RUN.value:
             from areal_jax import plan
 
@@ -58,7 +66,8 @@ def main(argv: list[str]) -> int:
             held = workdir_lib.lock(workdir)  # noqa: F841 - until this process ends
         logging.basicConfig(level=logging.INFO if supervised else logging.WARNING, format="%(asctime)s %(message)s")
         logging.getLogger("absl").setLevel(logging.WARNING)
-        return _run(config, workdir, argv[1:], supervised)
+        cluster.join()
+        return _run(config, workdir, argv[1:], supervised, cluster)
     except KeyboardInterrupt:
         print(
             "\ninterrupted; the same command with the same --config.workdir goes on from its last checkpoint",
@@ -74,14 +83,17 @@ def main(argv: list[str]) -> int:
         else:
             debug = flags.FLAGS.is_parsed() and DEBUG.value
             print(traceback_text if debug else f"areal_jax: error: {text}", file=sys.stderr)
+        cluster.leave_failed()
         return 1
 
 
-def _run(config: ml_collections.ConfigDict, workdir: pathlib.Path, arguments: list[str], supervised: bool) -> int:
+def _run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, arguments: list[str], supervised: bool, cluster: Cluster
+) -> int:
     if ROLE.value == "sampler":
         from areal_jax import sample
 
-        sample.run(config, workdir, SAMPLER_INDEX.value)
+        sample.run(config, workdir, SAMPLER_INDEX.value, cluster.host)
         return 0
     if ROLE.value == "trainer" and supervised:
         from areal_jax import train

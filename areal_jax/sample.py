@@ -1,4 +1,8 @@
-"""The sampler role: finds the trainer, then lease -> generate -> reward -> send until it is told to stop."""
+"""The sampler role: finds the trainer, then lease -> generate -> reward -> send until it is told to stop.
+
+A sampler may have several processes, which share one mesh: all run this, and process 0 alone talks to the trainer and
+grades (`transport/broadcast.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import logging
 import pathlib
 import time
 
+import jax
 import ml_collections
 
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
 from areal_jax.rollout.sampler import Sampler
-from areal_jax.transport.trajectories import ZmqLink
+from areal_jax.transport.broadcast import Broadcast, FollowingLink, LeadingLink
+from areal_jax.transport.trajectories import Link, ZmqLink
 from areal_jax.transport.weights import OrbaxChannel
 from areal_jax.types import NO_VERSION, PolicySnapshot, UserError
 
@@ -21,22 +27,27 @@ IDLE_SECONDS = 0.003  # between two questions for work when there is none
 log = logging.getLogger(__name__)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) -> None:
-    """Samples until the trainer says stop. Raises ConnectionError if it is gone, UserError for bad settings."""
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int, host: str = "") -> None:
+    """Samples until the trainer says stop. Raises ConnectionError if it is gone, UserError for bad settings.
+
+    host: of process 0, for a sampler with several processes (jax.distributed is set up already).
+    """
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
+    broadcast = Broadcast(host) if jax.process_count() > 1 else None
+    leads = broadcast is None or broadcast.leads
     policy = build.find_policy(config)
     model = build.make_model(config, "sampler", policy)
     program = build.make_sampling_program(config, model, policy)
-    grader = build.make_grader(config, policy)
-    channel = OrbaxChannel(workdir / "weights")
+    grader = build.make_grader(config, policy) if leads else None
+    channel = OrbaxChannel(workdir / "weights", publishes=False)
 
     # ---------------------------------------------------------------- warm up while the trainer does
     unpublished = PolicySnapshot(NO_VERSION, model.init_params(0))
-    sampler = Sampler(f"sampler-{index}", program, channel, grader, config.seed)
+    sampler = Sampler(f"sampler-{index}", program, channel, grader, config.seed, broadcast=broadcast)
     sampler.start(unpublished)
     log.info("compiled; waiting for the trainer")
-    link = ZmqLink(_address(config, workdir), build.limits(config))
+    link = _link(config, workdir, broadcast)
     sampler.connect(link)
 
     # ---------------------------------------------------------------- THE loop
@@ -54,7 +65,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int) ->
     finally:
         link.close()
         sampler.close()
-        grader.close()
+        if grader is not None:
+            grader.close()
+        if broadcast is not None:
+            broadcast.close()
+
+
+def _link(config: ml_collections.ConfigDict, workdir: pathlib.Path, broadcast: Broadcast | None) -> Link:
+    limits = build.limits(config)
+    if broadcast is not None and not broadcast.leads:
+        return FollowingLink(broadcast, limits)
+    link = ZmqLink(_address(config, workdir), limits)
+    return link if broadcast is None else LeadingLink(link, broadcast)
 
 
 def _address(config: ml_collections.ConfigDict, workdir: pathlib.Path, timeout_seconds: float = 3600.0) -> str:

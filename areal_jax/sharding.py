@@ -7,10 +7,11 @@ axes `data`, `fsdp` and `tensor`. Changing how a model is laid out means changin
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from areal_jax.types import UserError
 
@@ -77,6 +78,19 @@ def named(mesh: Mesh, axes: Axes) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def place(arrays: Any, shardings: Any) -> Any:
+    """Moves a tree of host arrays, which every process of the mesh has whole, to the mesh; no process waits for
+    another."""
+
+    def put(array: Any, where: Sharding) -> jax.Array:
+        if where.is_fully_addressable:
+            return jax.device_put(array, where)
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+    return jax.tree.map(put, arrays, shardings)
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, axes: Axes) -> jax.Array:

@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from areal_jax.metrics import read_metrics
-from tests.helpers import ROOT, environment, main_command, run_main
+from tests.helpers import ROOT, environment, main_command, run_main, wait_until
 
 CONFIG = "--config=tests/small_config.py"
 SUMMARY_KEYS = {
@@ -62,15 +61,6 @@ def processes_of(workdir):
             if str(workdir).encode() in (path / "cmdline").read_bytes() and int(path.name) != os.getpid():
                 found.append(int(path.name))
     return found
-
-
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def assert_one_clear_message(done, *words):

@@ -13,28 +13,9 @@ from areal_jax.transport.messages import Reply
 from areal_jax.transport.weights import MemoryChannel
 from areal_jax.types import Lease, PolicySnapshot, Prompt
 from tests.engine_test import CONFIG, MODEL, PARAMS
-from tests.helpers import trajectory
+from tests.helpers import Graded
 
 SLOTS = CONFIG.slots
-
-
-class Graded:
-    """A grade that is there at once."""
-
-    def __init__(self, lease_prompt, completion, evaluation):
-        fields = {"tokens": completion.tokens, "policy_versions": completion.policy_versions, "evaluation": evaluation}
-        fields |= {"behaviour_logprobs": completion.behaviour_logprobs, "reward": 1.0}
-        rng = np.random.default_rng(0)
-        self._trajectory = trajectory(completion.request.sample_id, 1, len(completion.tokens) - 1, rng, **fields)
-
-    def done(self):
-        return True
-
-    def wait(self, timeout):
-        pass
-
-    def result(self):
-        return self._trajectory, False
 
 
 class Channel(MemoryChannel):

@@ -310,7 +310,7 @@ def empty_state(model: Model, config: EngineConfig, seed: int) -> SlotState:
     everywhere = sharding.replicated(model.mesh)
 
     def zeros(width: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.device_put(np.zeros(width, dtype), everywhere)
+        return sharding.place(np.zeros(width, dtype), everywhere)
 
     table, column = (config.slots, config.max_length), (config.slots,)
     return SlotState(
@@ -318,12 +318,12 @@ def empty_state(model: Model, config: EngineConfig, seed: int) -> SlotState:
         tokens=zeros(table, np.int32),
         logprobs=zeros(table, np.float32),
         versions=zeros(table, np.int32),
-        lengths=jax.device_put(np.ones(column, np.int32), everywhere),
+        lengths=sharding.place(np.ones(column, np.int32), everywhere),
         limits=zeros(column, np.int32),
         sample_ids=zeros(column, np.uint32),
         temperatures=zeros(column, np.float32),
         active=zeros(column, bool),
-        key=jax.device_put(np.asarray(jax.random.key_data(jax.random.key(seed))), everywhere),
+        key=sharding.place(np.asarray(jax.random.key_data(jax.random.key(seed))), everywhere),
     )
 
 

@@ -18,6 +18,7 @@ from areal_jax.rollout.grading import Grader, Grading
 from areal_jax.rollout.programs import Program
 from areal_jax.rollout.schedule import Request
 from areal_jax.rollout.weight_loader import WeightLoader
+from areal_jax.transport.broadcast import Broadcast
 from areal_jax.transport.messages import Report, SamplerStats
 from areal_jax.transport.trajectories import Link
 from areal_jax.transport.weights import WeightChannel
@@ -74,19 +75,21 @@ class Sampler:
         name: str,
         program: Program,
         channel: WeightChannel,
-        grader: Grader,
+        grader: Grader | None,
         seed: int,
         deterministic: bool = False,
+        broadcast: Broadcast | None = None,
     ):
-        """deterministic: what it does depends on nothing's speed; it waits for grades and for weights."""
+        """grader: None in the processes of a group that do not report.
+        deterministic: what it does depends on nothing's speed; it waits for grades and for weights.
+        broadcast: between the processes of a group, if there are several; `connect` takes its links then."""
         self._name, self._incarnation, self._seed = name, uuid.uuid4().hex, seed
         self._program, self._grader, self._deterministic = program, grader, deterministic
-        self._loader = WeightLoader(channel, program.model.abstract_params, wait=deterministic)
+        self._loader = WeightLoader(channel, program.model.abstract_params, deterministic, broadcast)
         self._link: Link | None = None
         self._engine: Engine | None = None
         self._evaluation: Engine | None = None
-        self._sequence = 0
-        self._stats = SamplerStats()
+        self._sequence, self._stats = 0, SamplerStats()
         self._started = time.monotonic()
         self._begin_run("")
 
@@ -130,7 +133,8 @@ class Sampler:
         self._accept(self._engine)
         engines = self._engines()
         for engine in engines:
-            self._drawn.grading += [self._grade(c) for c in engine.step()]
+            for completion in engine.step():
+                self._drawn.grading += self._grade(completion)
         worked = bool(engines or self._drawn.grading)
         if self._drawn.grading and not engines:
             self._drawn.grading[0].wait(WAITING_SECONDS)
@@ -201,7 +205,8 @@ class Sampler:
                 self._evaluation_backlog = [x for x in self._evaluation_backlog if x.pinned_version != version]
             else:
                 self._begin_evaluation(snapshot)
-                if self._newest_here(engine) < version <= self._newest:  # an evaluation's may be newer than training's
+                here = max(engine.version, self._next.version if self._next else NO_VERSION)
+                if here < version <= self._newest:  # an evaluation's may be newer than training's
                     self._next = snapshot
         if self._next is None:
             return
@@ -220,9 +225,6 @@ class Sampler:
         if pinned:
             return pinned[0]
         return self._newest if self._next is None and self._newest > engine.version else None
-
-    def _newest_here(self, engine: Engine) -> int:
-        return max(engine.version, self._next.version if self._next else NO_VERSION)
 
     def _begin_evaluation(self, snapshot: PolicySnapshot) -> None:
         """Sets an engine up beside the training one, with the same compiled programs, if an evaluation waits for this
@@ -258,9 +260,11 @@ class Sampler:
             self._leases |= dict.fromkeys(ids, lease)
             engine.submit([Request(i, lease.prompt.tokens, lease.max_new_tokens, lease.temperature) for i in ids])
 
-    def _grade(self, completion: Completion) -> Grading:
+    def _grade(self, completion: Completion) -> list[Grading]:
         lease = self._leases.pop(completion.request.sample_id)
-        return self._grader(lease.prompt, completion, lease.pinned_version is not None)
+        if self._grader is None:
+            return []
+        return [self._grader(lease.prompt, completion, lease.pinned_version is not None)]
 
     def _add(self, **increments: Any) -> None:
         values = {k: getattr(self._stats, k) + v for k, v in increments.items()}

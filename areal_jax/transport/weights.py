@@ -74,16 +74,21 @@ class OrbaxChannel:
 
     TRASH = "trash"
 
-    def __init__(self, directory: pathlib.Path, fresh: bool = False):
-        """fresh: remove what an earlier run left; for the publisher, before any reader."""
+    def __init__(self, directory: pathlib.Path, fresh: bool = False, publishes: bool = True):
+        """fresh: remove what an earlier run left; for the publisher, before any reader.
+        publishes: False for readers; each process of a sampler group reads its own part then and waits for no other.
+        """
         self._directory = directory.absolute()
         if fresh and self._directory.exists():
             old = self._directory.with_name(f"{self._directory.name}.{uuid.uuid4().hex}")
             self._directory.rename(old)  # out of the sight of those who read it, at once
             shutil.rmtree(old)
         self._directory.mkdir(parents=True, exist_ok=True)
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
-        self._checkpointer = ocp.Checkpointer(handler)
+        processes = ocp.options.MultiprocessingOptions() if publishes else _alone()
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=True, use_zarr3=True, use_compression=False, multiprocessing_options=processes
+        )
+        self._checkpointer = ocp.Checkpointer(handler, multiprocessing_options=processes)
 
     def publish(self, snapshot: PolicySnapshot) -> None:
         path = self._directory / str(snapshot.version)
@@ -108,6 +113,14 @@ class OrbaxChannel:
             moved = trash / str(version)
             (self._directory / str(version)).rename(moved)
             shutil.rmtree(moved)
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """Of a checkpointer that waits for no other process."""
+    here = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
+    )
 
 
 def restore(checkpointer: ocp.Checkpointer, path: pathlib.Path, abstract: Any) -> Any:
