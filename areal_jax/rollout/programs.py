@@ -72,6 +72,12 @@ class EngineConfig:
         piece[: len(slots)] = slots
         return piece
 
+    def description(self) -> str:
+        """'64 slots of 28 tokens; cache: dense'."""
+        paging = self.paging
+        cache = f"paged, {paging.blocks} blocks of {paging.block_size}" if paging else "dense"
+        return f"{self.slots} slots of {self.max_length} tokens; cache: {cache}"
+
     def fits(self, rows: int, length: int) -> bool:
         """Whether one refill may have so many rows of this length."""
         return rows * length <= self.prefill_tokens

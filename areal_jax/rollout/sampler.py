@@ -106,9 +106,7 @@ class Sampler:
 
     def start(self, snapshot: PolicySnapshot) -> None:
         """Builds the engine and compiles every shape it can meet."""
-        config = self._program.config
-        size = f"paged, {config.paging.blocks} blocks of {config.paging.block_size}" if config.paging else "dense"
-        log.info("%d slots of %d tokens; cache: %s", config.slots, config.max_length, size)
+        log.info("%s", self._program.config.description())
         self._engine = Engine(self._program, snapshot, self._seed)
         self._engine.warm_up()
 
