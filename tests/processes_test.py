@@ -22,15 +22,15 @@ def free_address():
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def start_samplers(directory, processes, reports=80):
+def start_samplers(directory, processes, axis="tensor", reports=80):
     model, channel = tiny_model(), OrbaxChannel(directory / "weights")
     for version in range(3):
         channel.publish(PolicySnapshot(version, model.init_params(version)))
     address = free_address()
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.sampler_process", address, str(processes), str(i), str(directory),
-             str(reports)],
+            [sys.executable, "-m", "tests.sampler_process", address, str(processes), str(i), axis,
+             str(directory), str(reports)],
             cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True,
         )
         for i in range(processes)
@@ -43,10 +43,11 @@ def ended(processes):
     return [(p.returncode, text) for p, text in zip(processes, said, strict=True)]
 
 
-def test_a_sampler_of_two_processes_draws_what_one_draws_through_swaps_and_an_evaluation(tmp_path):
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_sampler_of_two_processes_draws_what_one_draws_through_swaps_and_an_evaluation(tmp_path, axis):
     found = {}
     for n in (1, 2):
-        for code, said in ended(start_samplers(tmp_path / str(n), n)):
+        for code, said in ended(start_samplers(tmp_path / str(n), n, axis)):
             assert code == 0, said
         found[n] = json.loads((tmp_path / str(n) / "reported.json").read_text())
     assert len(found[1]) == 10 * 4 + 2

@@ -1,8 +1,9 @@
 """One process of a sampler whose trainer is played by a script.
 
-`python -m tests.sampler_process ADDRESS N I DIRECTORY REPORTS`: process I of N, which have four devices together. The
-weights are in DIRECTORY/weights. After so many REPORTS process 0 writes what was in them to DIRECTORY/reported.json;
-each process makes DIRECTORY/I.started after its first turn.
+`python -m tests.sampler_process ADDRESS N I AXIS DIRECTORY REPORTS`: process I of N, which have two devices together on
+the mesh axis AXIS (one each, of two: with more, a CPU's collectives may lock up when work is queued). The weights are
+in DIRECTORY/weights. After so many REPORTS process 0 writes what was in them to DIRECTORY/reported.json; each process
+makes DIRECTORY/I.started after its first turn.
 """
 
 import json
@@ -43,7 +44,7 @@ class Trainer:
         pass
 
 
-def run(host, directory, reports):
+def run(host, axis, directory, reports):
     from areal_jax import sharding
     from areal_jax.models.transformer import build_model
     from areal_jax.rollout.programs import EngineConfig, make_program
@@ -58,7 +59,7 @@ def run(host, directory, reports):
         slots=4, max_prompt_length=6, max_length=24, chunk=3, row_ladder=(4,), length_ladder=(24,), prefill_tokens=96,
         eos_ids=(1,), kv_on_update="recompute",
     )  # fmt: skip
-    mesh = sharding.make_mesh({"data": 2, "fsdp": 1, "tensor": 2})
+    mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | {axis: 2})
     model = build_model(TINY, mesh)
     broadcast = Broadcast(host) if jax.process_count() > 1 else None
     leads = broadcast is None or broadcast.leads
@@ -86,12 +87,12 @@ def run(host, directory, reports):
 
 
 if __name__ == "__main__":
-    address, processes, index, directory, reports = sys.argv[1:]
-    jax.config.update("jax_num_cpu_devices", 4 // int(processes))
+    address, processes, index, axis, directory, reports = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 2 // int(processes))
     cluster = Cluster(address if processes != "1" else "", int(processes), int(index))
     cluster.join()
     try:
-        run(cluster.host, pathlib.Path(directory), int(reports))
+        run(cluster.host, axis, pathlib.Path(directory), int(reports))
     except Exception:  # as main does
         traceback.print_exc()
         cluster.leave_failed()

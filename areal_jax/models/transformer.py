@@ -191,7 +191,9 @@ class Attention(nnx.Module):
         return q, k, v
 
     def merge(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        merged = jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+        n, h, d = self.o[...].shape
+        # flat: contracting two axes, XLA on a CPU copies the weights into another order first, in every decode step
+        merged = x.reshape(*x.shape[:2], n * h) @ self.o[...].astype(x.dtype).reshape(n * h, d)
         return merged + self.o_bias[...].astype(x.dtype) if self.config.o_bias else merged
 
 

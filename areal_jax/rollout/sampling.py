@@ -83,6 +83,14 @@ def _first_above(sums: Float[Array, "S N"], weights: Float[Array, "S N"], target
     return jnp.where(above.any(axis=1), jnp.argmax(above, axis=1), last)
 
 
+def _likeliest(logits: Float[Array, "S V"]) -> Int[Array, " S"]:
+    """argmax, the first of equals; in two vector reductions, for which a CPU takes a tenth of argmax's time."""
+    vocabulary = logits.shape[-1]
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(logits == highest, jnp.arange(vocabulary), vocabulary), axis=-1)
+    return jnp.minimum(first, vocabulary - 1)  # where a row is NaN
+
+
 def sample_tokens(
     logits: Float[Array, "S V"], keys: Array, temperature: Float[Array, " S"], kept: Filter = EVERYTHING
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
@@ -96,6 +104,6 @@ def sample_tokens(
     shifted = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(shifted)
     drawn = invert(weights, jax.vmap(jax.random.uniform)(keys))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    tokens = jnp.where(greedy, _likeliest(logits), drawn).astype(jnp.int32)
     chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=-1)[:, 0]
     return tokens, jnp.where(greedy, 0.0, chosen - jnp.log(weights.sum(axis=-1)))
