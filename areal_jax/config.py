@@ -155,6 +155,8 @@ CHECKS: dict[str, Check] = {
     "trainer.batch_prompts": _at_least(1),
     "trainer.minibatches": _at_least(1),
     "trainer.micro_batch_rows": _at_least(1),
+    "trainer.row_halvings": _at_least(0),
+    "trainer.logprob_chunk": _at_least(0),
     "trainer.remat": _known(REMAT),
     "optimizer.learning_rate": POSITIVE,
     "optimizer.final_learning_rate": _at_least(0),
@@ -224,6 +226,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         longest <= trainer.row_length,
         f"rollout.max_prompt_length {rollout.max_prompt_length} + max_response_length {rollout.max_response_length} "
         f"= {longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten them",
+    )
+    _require(
+        trainer.row_length % (1 << trainer.row_halvings) == 0,
+        f"trainer.row_length is {trainer.row_length} and trainer.row_halvings {trainer.row_halvings}: rows cannot be cut "
+        f"into {1 << trainer.row_halvings} equal parts; make row_length a multiple of that",
     )
     _require(
         rollout.cache == "dense" or not rollout.cache_tokens or rollout.cache_tokens >= longest + rollout.block_size,

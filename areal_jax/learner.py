@@ -54,6 +54,7 @@ class Learner:
             t.row_length,
             t.micro_batch_rows * sharding.row_shards(model.mesh),
             r.max_prompt_length + r.max_response_length,
+            t.row_halvings,
         )
         samples = t.batch_prompts * r.group_size
         most = -(-(samples + r.group_size - 1) // t.minibatches)  # dropping can make a batch a ragged group longer
@@ -74,6 +75,8 @@ class Learner:
             scale_by_ess=o.scale_by_ess,
             with_reference=self.uses_reference,
             diagnostics=t.diagnostics,
+            logprob_chunk=t.logprob_chunk,
+            halvings=t.row_halvings,
         )
         self._rate = (t.steps, o.learning_rate, o.final_learning_rate, o.warmup_steps)
         self._critic_rate = config.critic.learning_rate

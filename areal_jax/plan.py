@@ -21,11 +21,12 @@ from areal_jax.launch.processes import MEMORY_SHARE
 from areal_jax.models.attention import QUERY_BLOCK
 from areal_jax.models.critic import build_critic
 from areal_jax.models.transformer import Model, TransformerConfig
+from areal_jax.trainer.train_step import logprob_columns
 from areal_jax.types import UserError
 
 GIB = 1 << 30
 SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
-LOGIT_BYTES = 12  # of one logit: logits, log-softmax and their gradient
+LOGIT_BYTES = 12  # of one logit: itself, its log-prob and their gradient
 VERSIONS = 3  # that a sampler holds at once: it draws with one, reads the next, and an evaluation is pinned to another
 
 
@@ -144,12 +145,15 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     rows, row = config.trainer.micro_batch_rows, config.trainer.row_length
     if config.warm_start.enabled:
         rows = max(rows, -(-config.warm_start.rows // sharding.row_shards(model.mesh)))
+    columns = logprob_columns(config.trainer.logprob_chunk, rows, row)
+    vocabulary = model.config.vocab_size // shape["tensor"]
     items = {
         "parameters (float32)": state,
         "optimizer state (float32)": 2 * state,
         "gradients (sum and micro-batch, float32)": 2 * state,
         "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]),
-        "logits of a micro-batch": rows * row * model.config.vocab_size * LOGIT_BYTES // shape["tensor"],
+        "logits of a chunk of tokens": rows * columns * vocabulary * LOGIT_BYTES,
+        "output layer's gradient of a chunk": 4 * model.config.d_model * vocabulary,
     }
     if config.loss.kl_coefficient or config.reward.kl_coefficient:
         items["reference's parameters (float32)"] = state

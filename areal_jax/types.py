@@ -7,7 +7,8 @@ Every array that describes tokens follows one rule: **index t describes tokens[t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,14 @@ PROMPT_VERSION = -1
 
 NO_VERSION = -1
 """Of parameters that no trainer published: every published version is newer."""
+
+
+class Output(NamedTuple):
+    """A policy's last layer, apart from the others: which tokens it is applied to is for the caller to say."""
+
+    project: Callable[[Any, jax.Array], jax.Array]
+    """(weights, hidden [..., D]) -> next-token logits [..., V], float32."""
+    weights: Any
 
 
 class UserError(Exception):
@@ -101,7 +110,7 @@ class TrainBatch:
     """Packed sequences of one optimiser minibatch, as recorded: M micro-batches of R rows of L tokens.
 
     M is the static upper bound; only the first `micro_batches` carry data. Several sequences share a row, told apart by
-    `segment_ids`; sequences never straddle rows.
+    `segment_ids`; sequences never lie across the end of a row.
     """
 
     tokens: Any
@@ -118,6 +127,9 @@ class TrainBatch:
     """int32 [M, R, L]."""
     micro_batches: Any
     """int32 scalar: how many of the M micro-batches are in use."""
+    halvings: Any
+    """int32 [M]: h where no sequence lies across the ends of the 2^h equal parts of a row; these are then computed as
+    rows of their own."""
 
 
 @jax.tree_util.register_dataclass

@@ -91,7 +91,7 @@ def _pretrained(path: str) -> ml_collections.ConfigDict:
 def qwen2_5_0_5b() -> ml_collections.ConfigDict:
     """Qwen2.5-0.5B-Instruct on GSM8K.
 
-    For 2 GPUs of 80 GiB, one each: trainer about 25 GiB (14 of them logits), sampler about 13 GiB.
+    For 2 GPUs of 80 GiB, one each: trainer about 14 GiB, sampler about 13 GiB.
     """
     c = _pretrained("Qwen/Qwen2.5-0.5B-Instruct")
     c.trainer.micro_batch_rows = 2
@@ -101,7 +101,7 @@ def qwen2_5_0_5b() -> ml_collections.ConfigDict:
 def qwen2_5_1_5b() -> ml_collections.ConfigDict:
     """Qwen2.5-1.5B-Instruct on GSM8K.
 
-    For 4 GPUs of 80 GiB: trainer fsdp 2, about 31 GiB each; two samplers of one GPU, about 29 GiB each.
+    For 4 GPUs of 80 GiB: trainer fsdp 2, about 20 GiB each; two samplers of one GPU, about 29 GiB each.
     """
     c = _pretrained("Qwen/Qwen2.5-1.5B-Instruct")
     c.launch.samplers = 2
@@ -112,7 +112,7 @@ def qwen2_5_1_5b() -> ml_collections.ConfigDict:
 def qwen3_1_7b() -> ml_collections.ConfigDict:
     """Qwen3-1.7B, which thinks before it answers, on GSM8K.
 
-    For 8 GPUs of 80 GiB: trainer fsdp 4, about 17 GiB each; four samplers of one GPU, about 63 GiB each.
+    For 8 GPUs of 80 GiB: trainer fsdp 4, about 12 GiB each; four samplers of one GPU, about 63 GiB each.
     """
     c = _pretrained("Qwen/Qwen3-1.7B")
     c.rollout.max_response_length = 3584
@@ -158,7 +158,7 @@ def _areal(path: str) -> ml_collections.ConfigDict:
 def r1_distill_qwen_1_5b() -> ml_collections.ConfigDict:
     """DeepSeek-R1-Distill-Qwen-1.5B as in the AReaL paper.
 
-    For 8 GPUs of 80 GiB: trainer fsdp 4, about 41 GiB each; four samplers of one GPU, about 69 GiB each.
+    For 8 GPUs of 80 GiB: trainer fsdp 4, about 18 GiB each; four samplers of one GPU, about 69 GiB each.
     """
     c = _areal("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
     c.rollout.max_response_length = 15360
@@ -172,7 +172,7 @@ def r1_distill_qwen_1_5b() -> ml_collections.ConfigDict:
 def r1_distill_qwen_7b() -> ml_collections.ConfigDict:
     """DeepSeek-R1-Distill-Qwen-7B as in the AReaL paper.
 
-    For 16 GPUs of 80 GiB, the roles started by hand: a trainer with fsdp 8, about 38 GiB each, and eight samplers of
+    For 16 GPUs of 80 GiB, the roles started by hand: a trainer with fsdp 8, about 27 GiB each, and eight samplers of
     one GPU, about 69 GiB each.
     """
     c = _areal("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")

@@ -1,5 +1,6 @@
 """The embedded task, its tokenizer, the prompt stream and packing."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -142,12 +143,12 @@ def test_a_warm_start_reads_the_same_examples_however_its_rows_are_rounded_up_to
 lengths = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=30)
 
 
-@given(lengths)
-def test_packing_keeps_every_token_once_and_apart(shape):
+@given(lengths, st.integers(0, 2))
+def test_packing_keeps_every_token_once_and_apart(shape, halvings):
     rng = np.random.default_rng(0)
     batch = [trajectory(i, p, r, rng) for i, (p, r) in enumerate(shape)]
     advantages = rng.standard_normal(len(batch)).astype(np.float32)
-    config = packing.PackingConfig(row_length=16, rows=2, max_sequence_length=10)
+    config = packing.PackingConfig(row_length=16, rows=2, max_sequence_length=10, halvings=halvings)
     bound = config.max_micro_batches(len(batch))
     packed, layout = packing.pack(batch, config, bound)
     spread = layout.spread([np.full(len(t.tokens), a) for t, a in zip(batch, advantages, strict=True)])
@@ -159,6 +160,8 @@ def test_packing_keeps_every_token_once_and_apart(shape):
             for s in range(1, segments.max() + 1):
                 (span,) = np.nonzero(segments == s)
                 assert (np.diff(span) == 1).all()
+                part = 16 >> int(packed.halvings[m])
+                assert span[0] // part == span[-1] // part
                 assert packed.positions[m, r, span].tolist() == list(range(len(span)))
                 found[tuple(packed.behaviour_logprobs[m, r, span])] = (m, r, span)
             assert (packed.loss_mask[m, r][segments == 0] == 0).all()
@@ -180,6 +183,25 @@ def test_rows_by_hand():
     assert packing.assign_rows([3, 9, 4, 6, 2], 10) == [[1], [3, 2], [0, 4]]
     with pytest.raises(ValueError, match="has 11 tokens; a row holds 10"):
         packing.assign_rows([11], 10)
+
+
+def test_micro_batches_by_hand():
+    """Rows of 8: two a micro-batch. The two over 4 tokens need uncut rows, where 3, 2 and 1 find room; 4 does not fit
+    into what is left and gets a micro-batch of four rows of 4 with the last 2 and 1."""
+    config = packing.PackingConfig(row_length=8, rows=2, max_sequence_length=8, halvings=1)
+    found = packing.assign_micro_batches([5, 6, 4, 3, 2, 1, 2, 1], config)
+    assert found == [(0, [[1, 4], [0, 3]]), (1, [[2], [6, 5, 7], [], []])]
+    assert packing.assign_micro_batches([4, 4, 1], config) == [(1, [[0], [1], [2], []])]
+    assert packing.assign_micro_batches([], config) == []
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_cut_rows_need_few_more_micro_batches(lengths):
+    """Each length of rows but the first may begin one micro-batch more."""
+    plain = packing.PackingConfig(row_length=40, rows=2, max_sequence_length=40)
+    cut = dataclasses.replace(plain, halvings=2)
+    few, more = (len(packing.assign_micro_batches(lengths, c)) for c in (plain, cut))
+    assert more <= few + 3
 
 
 def test_prompt_positions_carry_their_version():

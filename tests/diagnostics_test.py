@@ -10,6 +10,7 @@ import pytest
 from areal_jax.rl import diagnostics
 from areal_jax.rl.logprobs import token_logprobs, token_values
 from areal_jax.rl.losses import LossConfig, resolve
+from areal_jax.types import Output
 from tests.helpers import trajectory
 from tests.losses_test import MIXED, inputs, run
 
@@ -20,7 +21,7 @@ def test_token_logprobs_by_hand():
     """Index t describes tokens[t]: the state at t - 1 predicts it; the first of each sequence is 0."""
     hidden = jnp.array([[[0.0, 1.0], [2.0, 0.0], [5.0, 5.0], [1.0, 3.0]]])
     tokens, positions = jnp.array([[0, 1, 0, 1]]), jnp.array([[0, 1, 0, 1]])
-    logprobs, entropy = token_logprobs(hidden, lambda h: h, tokens, positions, 2.0)
+    logprobs, entropy = token_logprobs(hidden, Output(lambda _, h: h, ()), tokens, positions > 0, 2.0, columns=1)
 
     def log_softmax(z, i):
         z = np.asarray(z) / 2.0

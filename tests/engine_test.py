@@ -71,7 +71,7 @@ def drain(engine, swaps=()):
 def forced(params, batch, positions):
     policy = MODEL.bind(params)
     hidden = policy(batch, positions, jnp.ones_like(batch))
-    return token_logprobs(hidden, policy.logits, batch, positions, 1.0)[0]
+    return token_logprobs(hidden, policy.output(), batch, positions > 0, 1.0, CONFIG.max_length)[0]
 
 
 def teacher_forced(params, tokens):

@@ -21,7 +21,7 @@ from areal_jax.rl import corrections
 from areal_jax.rl.corrections import AGGREGATIONS
 from areal_jax.rl.losses import LOSSES, LossConfig, resolve
 from areal_jax.trainer import train_step
-from areal_jax.types import Targets
+from areal_jax.types import Output, Targets
 from tests.helpers import trajectory
 
 VOCABULARY, WIDTH, LONGEST, MOST = 17, 8, 8, 10
@@ -54,11 +54,14 @@ LAYOUTS = {
 class Bigram:
     """Logits of the next token from the token alone; stands in for a transformer."""
 
+    def __init__(self, mesh):
+        self.mesh = mesh
+
     def bind(self, params):
         def hidden(tokens, positions, segment_ids):
             return params["embedding"][tokens]
 
-        hidden.logits = lambda x: x @ params["head"]
+        hidden.output = lambda: Output(lambda head, x: x @ head, params["head"])
         return hidden
 
 
@@ -122,7 +125,7 @@ def program(objective, layout):
                 state = dataclasses.replace(state, critic=values)
             ones = train_step.Rates(jnp.float32(1), jnp.float32(1))
             after, sums = train_step.update(
-                Bigram(), critic, keep_gradient(), config, state, batch, targets, jnp.int32(VERSION), ones
+                Bigram(mesh), critic, keep_gradient(), config, state, batch, targets, jnp.int32(VERSION), ones
             )
             gradient = (after.opt_state, after.critic.opt_state if critic else {})
             results[how] = (gradient, sums)

@@ -24,9 +24,9 @@ ADVANTAGES = RNG.standard_normal(24).astype(np.float32)
 PLAIN = optax.chain(optax.scale(-1.0))  # the parameters' change is the gradient itself
 
 
-def packed(row_length=32, rows=8, batch=BATCH, advantages=ADVANTAGES):
+def packed(row_length=32, rows=8, batch=BATCH, advantages=ADVANTAGES, halvings=0):
     """(batch, its advantages)."""
-    config = packing.PackingConfig(row_length, rows, 16)
+    config = packing.PackingConfig(row_length, rows, 16, halvings)
     found, layout = packing.pack(batch, config, config.max_micro_batches(len(batch)))
     return found, layout.spread([a * t.loss_mask for a, t in zip(advantages, batch, strict=True)])
 
@@ -37,7 +37,8 @@ def step(mesh_shape=(1, 1, 1), batch=None, optimizer=PLAIN, loss="decoupled_ppo"
     mesh = sharding.make_mesh(dict(zip(sharding.MESH_AXES, mesh_shape, strict=True)), devices)
     model = tiny_model(mesh=mesh)
     batch, advantages = packed() if batch is None else batch
-    config = train_step.StepConfig(resolve(LossConfig(loss, **options)))
+    halvings = int(np.max(batch.halvings))
+    config = train_step.StepConfig(resolve(LossConfig(loss, **options)), halvings=halvings)
     programs = train_step.compile_programs(model, optimizer, config, batch)
     state = train_step.init_state(model.init_params(0), model, optimizer)
     placed = train_step.place(batch, model)
@@ -90,6 +91,16 @@ def test_the_split_into_micro_batches_and_the_order_change_nothing():
         np.testing.assert_allclose(split[2][key], whole[2][key], rtol=1e-5)
 
 
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 1)])
+def test_rows_that_are_cut_into_parts_change_nothing(mesh_shape):
+    batch, advantages = packed(row_length=24, rows=4, halvings=1)
+    assert set(batch.halvings[: int(batch.micro_batches)]) == {0, 1}
+    cut = step(mesh_shape, batch=(batch, advantages))
+    whole = on_one_device()
+    assert_close(cut[1], whole[1])
+    np.testing.assert_allclose(cut[2]["loss"], whole[2]["loss"], rtol=1e-5)
+
+
 def test_the_gradient_equals_that_of_separate_padded_sequences():
     """No packing, no loop: one row a sequence, plain autodiff of the mean over tokens."""
     model = tiny_model()
@@ -115,7 +126,7 @@ def test_the_gradient_equals_that_of_separate_padded_sequences():
     assert_close(got, jax.device_get(expected))
 
 
-FIELDS = [f.name for f in dataclasses.fields(TrainBatch) if f.name != "micro_batches"]
+FIELDS = [f.name for f in dataclasses.fields(TrainBatch) if f.name not in train_step.WHOLE]
 
 
 def test_poison_in_masked_and_padded_positions_changes_no_bit():

@@ -1,13 +1,16 @@
 """Variable-length trajectories into fixed-shape micro-batches (numpy, on the host).
 
-Sequences are laid into rows longest first, each into the first row with room (first-fit decreasing); rows are grouped
-into micro-batches. The shapes depend on the configuration alone, so one compiled step serves every batch.
+Every micro-batch has the same budget of tokens (AReaL's dynamic batching, arXiv 2505.24298, Algorithm 1), and all but
+the last are nearly full: sequences are laid into rows longest first, each into the first row with room (first-fit
+decreasing). Where they are short, the rows of a micro-batch may be cut into 2, 4, ... parts, which costs attention
+less. The shapes depend on the configuration alone, so one compiled step serves every batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,55 +27,105 @@ class PackingConfig:
     """Rows per micro-batch, R; rows x row_length is the micro-batch's token budget."""
     max_sequence_length: int
     """No sequence may be longer; at most row_length."""
+    halvings: int = 0
+    """How often rows may be cut in half: a micro-batch has rows x 2^h rows of row_length / 2^h, for an h from 0 to
+    this. 2^halvings divides row_length."""
 
     def max_micro_batches(self, sequences: int) -> int:
         """Enough micro-batches for any `sequences` sequences.
 
-        A row is closed to a sequence only when it lacks the room, so every row but the last holds at least
-        floor(row_length / max_sequence_length) of them.
+        A row is closed to a sequence only when it lacks the room, so every row but the last of its length holds at
+        least floor(its length / that of the longest sequence that it may hold).
         """
-        rows = -(-sequences // (self.row_length // self.max_sequence_length))
-        return -(-rows // self.rows)
+        fewest = min(self._sequences_at_least(h) << h for h in range(self.halvings + 1))
+        return -(-sequences // (fewest * self.rows)) + self.halvings
+
+    def _sequences_at_least(self, halvings: int) -> int:
+        length = self.row_length >> halvings
+        return length // min(length, self.max_sequence_length)
 
 
 def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """First-fit decreasing: rows as lists of indices into `lengths`. Ties keep their order, so it is deterministic."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        if length > row_length:
-            raise ValueError(f"sequence {index} has {length} tokens; a row holds {row_length}")
-        row = next((r for r, left in enumerate(room) if left >= length), None)
+    rows = _Rows(row_length)
+    for index in longest_first(lengths):
+        rows.put(index, lengths[index])
+    return rows.members
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+class _Rows:
+    """Rows of one length that are being filled."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.members: list[list[int]] = []
+        self._room: list[int] = []
+
+    def put(self, index: int, length: int, open_another: bool = True) -> bool:
+        """Lays a sequence into the first row with room, or into another row. Returns whether it did."""
+        row = next((r for r, room in enumerate(self._room) if room >= length), None)
+        if row is None and open_another:
+            if length > self.length:
+                raise ValueError(f"sequence {index} has {length} tokens; a row holds {self.length}")
+            row = self.add()
         if row is None:
-            rows.append([])
-            room.append(row_length)
-            row = len(rows) - 1
-        rows[row].append(index)
-        room[row] -= length
-    return rows
+            return False
+        self.members[row].append(index)
+        self._room[row] -= length
+        return True
+
+    def add(self) -> int:
+        self.members.append([])
+        self._room.append(self.length)
+        return len(self.members) - 1
+
+
+def assign_micro_batches(lengths: Sequence[int], config: PackingConfig) -> list[tuple[int, list[list[int]]]]:
+    """Micro-batches as (halvings, rows), each of at most rows x 2^halvings rows.
+
+    Rows of every length take first the sequences that are too long for the next shorter ones, and then, as far as they
+    have room in the micro-batches that those need, the longest of the others.
+    """
+    micro_batches, left = [], longest_first(lengths)
+    for halvings in range(config.halvings + 1):
+        rows, count = _Rows(config.row_length >> halvings), config.rows << halvings
+        shortest = 0 if halvings == config.halvings else rows.length // 2 + 1
+        needed = [i for i in left if lengths[i] >= shortest]
+        for i in needed:
+            rows.put(i, lengths[i])
+        while len(rows.members) % count:
+            rows.add()
+        others = [i for i in left if lengths[i] < shortest]
+        left = [i for i in others if not rows.put(i, lengths[i], open_another=False)]
+        micro_batches += [(halvings, rows.members[m : m + count]) for m in range(0, len(rows.members), count)]
+    return micro_batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where the trajectories of a packed minibatch lie."""
 
-    spans: list[tuple[int, int, int]]
-    """Per trajectory: its row (counted through all micro-batches), first position and length."""
+    spans: list[slice]
+    """Per trajectory, in the flattened minibatch."""
     shape: tuple[int, int, int]
     """(M, R, L)."""
 
-    def spread(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """One array [T] per trajectory -> float32 [M, R, L], 0 elsewhere."""
-        packed = np.zeros((self.shape[0] * self.shape[1], self.shape[2]), np.float32)
-        for (row, start, length), value in zip(self.spans, values, strict=True):
-            packed[row, start : start + length] = value
-        return packed.reshape(self.shape)
+    def spread(self, values: Sequence[np.ndarray], dtype: Any = np.float32, elsewhere: float = 0) -> np.ndarray:
+        """One array [T] per trajectory -> [M, R, L]."""
+        packed = np.full(self.shape, elsewhere, dtype)
+        flat = packed.reshape(-1)
+        for span, value in zip(self.spans, values, strict=True):
+            flat[span] = value
+        return packed
 
     def gather(self, packed: np.ndarray) -> list[np.ndarray]:
         """The inverse of `spread`."""
-        rows = np.asarray(packed).reshape(-1, self.shape[2])
-        return [rows[row, start : start + length] for row, start, length in self.spans]
+        flat = np.asarray(packed).reshape(-1)
+        return [flat[span] for span in self.spans]
 
 
 def pack(trajectories: Sequence[Trajectory], config: PackingConfig, micro_batches: int) -> tuple[TrainBatch, Layout]:
@@ -80,39 +133,43 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig, micro_batche
 
     micro_batches: the static M; raises ValueError when the sequences need more.
     """
-    rows = assign_rows([len(t.tokens) for t in trajectories], config.row_length)
-    used = -(-len(rows) // config.rows)
+    assigned = assign_micro_batches([len(t.tokens) for t in trajectories], config)
+    used = len(assigned)
     if used > micro_batches:
-        raise ValueError(f"{len(rows)} rows need {used} micro-batches of {config.rows} rows; there are {micro_batches}")
-    shape = (micro_batches * config.rows, config.row_length)
-    tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    loss_mask, behaviour = (np.zeros(shape, np.float32) for _ in range(2))
-    versions = np.full(shape, PROMPT_VERSION, np.int32)
-    spans = [(0, 0, 0)] * len(trajectories)
-    for r, members in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(members, start=1):
-            t = trajectories[index]
-            span = slice(start, start + len(t.tokens))
-            tokens[r, span] = t.tokens
-            segment_ids[r, span] = segment
-            positions[r, span] = np.arange(len(t.tokens))
-            loss_mask[r, span] = t.loss_mask
-            behaviour[r, span] = t.behaviour_logprobs
-            versions[r, span] = t.policy_versions
-            spans[index] = (r, start, len(t.tokens))
-            start = span.stop
-    stacked = (micro_batches, config.rows, config.row_length)
+        raise ValueError(f"the sequences need {used} micro-batches of {config.rows} rows; there are {micro_batches}")
+    spans, segments = _spans(trajectories, assigned, config)
+    layout = Layout(spans, (micro_batches, config.rows, config.row_length))
+
+    numbers = [np.full(len(t.tokens), s) for t, s in zip(trajectories, segments, strict=True)]
     batch = TrainBatch(
-        tokens=tokens.reshape(stacked),
-        segment_ids=segment_ids.reshape(stacked),
-        positions=positions.reshape(stacked),
-        loss_mask=loss_mask.reshape(stacked),
-        behaviour_logprobs=behaviour.reshape(stacked),
-        policy_versions=versions.reshape(stacked),
+        tokens=layout.spread([t.tokens for t in trajectories], np.int32),
+        segment_ids=layout.spread(numbers, np.int32),
+        positions=layout.spread([np.arange(len(t.tokens)) for t in trajectories], np.int32),
+        loss_mask=layout.spread([t.loss_mask for t in trajectories]),
+        behaviour_logprobs=layout.spread([t.behaviour_logprobs for t in trajectories]),
+        policy_versions=layout.spread([t.policy_versions for t in trajectories], np.int32, PROMPT_VERSION),
         micro_batches=np.int32(used),
+        halvings=np.array([h for h, _ in assigned] + [0] * (micro_batches - used), np.int32),
     )
-    return batch, Layout(spans, stacked)
+    return batch, layout
+
+
+def _spans(
+    trajectories: Sequence[Trajectory], assigned: Sequence[tuple[int, list[list[int]]]], config: PackingConfig
+) -> tuple[list[slice], list[int]]:
+    """Per trajectory its place in the flattened minibatch, and its segment id, unique within an uncut row."""
+    spans, segments = [slice(0, 0)] * len(trajectories), [0] * len(trajectories)
+    for m, (halvings, rows) in enumerate(assigned):
+        length, segment = config.row_length >> halvings, 0
+        for r, members in enumerate(rows):
+            if r % (1 << halvings) == 0:
+                segment = 0
+            start = m * config.rows * config.row_length + r * length
+            for index in members:
+                segment += 1
+                spans[index], segments[index] = slice(start, start + len(trajectories[index].tokens)), segment
+                start = spans[index].stop
+    return spans, segments
 
 
 def efficiency(batches: Sequence[TrainBatch]) -> float:

@@ -1,13 +1,15 @@
 """The jitted functions of the trainer: the forwards before a training step and one optimiser update.
 
 All loop over the micro-batches in use of a packed minibatch with a dynamic trip count, so that one compiled program
-serves batches of every size. Sums of the gradient, of the loss and of its denominator are kept in float32; the
-gradient is divided once, by the whole minibatch's denominator.
+serves batches of every size. Sums of the gradient, of the loss and of its denominator are kept in float32; what is
+differentiated is each micro-batch's sum over the whole minibatch's denominator, which depends on masks alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ from jaxtyping import Array, Float
 
 from areal_jax import sharding
 from areal_jax.models.critic import Critic
-from areal_jax.models.transformer import Model
+from areal_jax.models.transformer import Model, Transformer
 from areal_jax.rl import corrections, diagnostics
 from areal_jax.rl.logprobs import token_logprobs, token_values
 from areal_jax.rl.losses import LOSSES, LossConfig, TokenInputs, log_ratio
@@ -51,6 +53,10 @@ class StepConfig:
     """Whether a reference policy's log-probs are needed, in the loss or elsewhere."""
     diagnostics: bool = True
     """False: only what the loss itself is made of is reported."""
+    logprob_chunk: int = 0
+    """Tokens whose logits a device has at once; 0: an eighth of a micro-batch's, from 128 to 4096."""
+    halvings: int = 0
+    """The most that a batch's `halvings` may be; a step is compiled for every number of parts up to 2^halvings."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +78,16 @@ class TrainState:
     critic: CriticState | None = None
 
 
+WHOLE = ("micro_batches", "halvings")
+"""The fields of TrainBatch that have no rows."""
+
+
+def logprob_columns(chunk: int, rows: int, row_length: int) -> int:
+    """Tokens of each row whose logits exist at once, where a device has [rows, row_length] of a micro-batch; chunk as in
+    StepConfig."""
+    return min(row_length, max(1, (chunk or min(4096, max(128, rows * row_length // 8))) // rows))
+
+
 class Rates(NamedTuple):
     """Learning rates of one step, replicated float32 scalars."""
 
@@ -85,7 +101,7 @@ class Programs(NamedTuple):
     before: Any
     """(state, batch) -> Before: what the step holds fixed, under the parameters before it."""
     logprobs: Any
-    """(params, batch) -> float32 [M, R, L]: of the batch's tokens under a reference's parameters; None without one."""
+    """(params, batch) -> float32 [M, R, L]: of the tokens that count, under a reference's parameters; None without."""
     update: Any
     """(state, batch, targets, version, rates) -> (state, sums)."""
 
@@ -132,7 +148,7 @@ def compile_programs(
         jax.ShapeDtypeStruct((), t, sharding=sharding.replicated(model.mesh)) for t in (jnp.int32, jnp.float32)
     )
     before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b))
-    logprobs = jax.jit(lambda p, b: batch_logprobs(model, config.temperature, p, b))
+    logprobs = jax.jit(lambda p, b: batch_logprobs(model, config, p, b))
     return Programs(
         before=before.lower(state, placed).compile(),
         logprobs=logprobs.lower(params, placed).compile() if config.with_reference else None,
@@ -146,7 +162,7 @@ def batch_shardings(model: Model) -> TrainBatch:
     """Rows over the data and fsdp axes; everything else whole."""
     rows = rows_sharding(model)
     fields = [f.name for f in dataclasses.fields(TrainBatch)]
-    return TrainBatch(*[rows if f != "micro_batches" else sharding.replicated(model.mesh) for f in fields])
+    return TrainBatch(*[rows if f not in WHOLE else sharding.replicated(model.mesh) for f in fields])
 
 
 def rows_sharding(model: Model) -> jax.sharding.NamedSharding:
@@ -178,31 +194,36 @@ def forward_before(model: Model, critic: Critic | None, config: StepConfig, stat
     """Log-probs and values of the batch's tokens under the parameters before the step, where they are needed."""
     with_logprobs, with_values = needs(config, critic)
 
-    def one(i: Array, out: Before) -> Before:
-        micro = _micro_batch(b, i)
+    def look(i: Array, parts: int) -> Before:
+        micro = _micro_batch(b, i, parts)
         policy = model.bind(state.params)
         hidden = policy(*_inputs(micro))  # traced, and not computed where nothing reads it
-        logprobs, values = out
+        logprobs = values = None
         if with_logprobs:
-            drawn = token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, config.temperature)[0]
-            logprobs = logprobs.at[i].set(drawn)
+            logprobs = _logprobs(model, config, policy, hidden, micro)[0].reshape(b.tokens.shape[1:])
         if critic is not None and state.critic is not None:
-            values = values.at[i].set(_values(critic, state.critic.params, hidden, micro))
+            values = _values(critic, state.critic.params, hidden, micro).reshape(b.tokens.shape[1:])
         return Before(logprobs, values)
+
+    def one(i: Array, out: Before) -> Before:
+        return jax.tree.map(lambda all_, found: all_.at[i].set(found), out, _by_parts(look, config, b, i))
 
     zeros = jnp.zeros(b.tokens.shape, jnp.float32)
     start = Before(zeros if with_logprobs else None, zeros if with_values else None)
     return jax.lax.fori_loop(0, b.micro_batches, one, start)
 
 
-def batch_logprobs(model: Model, temperature: float, params: Params, b: TrainBatch) -> Float[Array, "M R L"]:
-    """Log-probs of the batch's tokens under any parameters."""
+def batch_logprobs(model: Model, config: StepConfig, params: Params, b: TrainBatch) -> Float[Array, "M R L"]:
+    """Log-probs of the batch's tokens that count, under any parameters."""
 
-    def one(i: Array, out: Array) -> Array:
-        micro = _micro_batch(b, i)
+    def look(i: Array, parts: int) -> Array:
+        micro = _micro_batch(b, i, parts)
         policy = model.bind(params)
         hidden = policy(*_inputs(micro))
-        return out.at[i].set(token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, temperature)[0])
+        return _logprobs(model, config, policy, hidden, micro)[0].reshape(b.tokens.shape[1:])
+
+    def one(i: Array, out: Array) -> Array:
+        return out.at[i].set(_by_parts(look, config, b, i))
 
     return jax.lax.fori_loop(0, b.micro_batches, one, jnp.zeros(b.tokens.shape, jnp.float32))
 
@@ -222,12 +243,12 @@ def update(
     critic_params = None if state.critic is None else state.critic.params
     statistic = _statistic(model, config, state.params, batch, targets, version)
 
-    def loss(trained: tuple[Params, Params | None], i: Array) -> tuple[Array, diagnostics.Sums]:
+    def loss(trained: tuple[Params, Params | None], i: Array, parts: int = 1) -> tuple[Array, diagnostics.Sums]:
         params, values_params = trained
-        micro, target = _micro_batch(batch, i), jax.tree.map(lambda x: x[i], targets)
+        micro, target = _micro_batch(batch, i, parts), jax.tree.map(lambda x: _cut(x[i], parts), targets)
         policy = model.bind(params)
         hidden = policy(*_inputs(micro))
-        logprobs, entropy = token_logprobs(hidden, policy.logits, micro.tokens, micro.positions, config.temperature)
+        logprobs, entropy = _logprobs(model, config, policy, hidden, micro)
         x = token_inputs(micro, target, logprobs, version, statistic)
         found = corrections.policy_loss(x, entropy, target.reference_logprobs, config.loss)
         sums: diagnostics.Sums = {
@@ -248,20 +269,25 @@ def update(
             # the sums are divided by the policy's denominator: this makes it a mean over tokens all the same
             share = denominator / jnp.maximum(jnp.sum(batch.loss_mask), 1.0)
             total = total + jnp.sum(each) * share * (config.critic.coefficient if critic.backbone is None else 1.0)
-        return total, sums
+        return total / denominator, sums  # divided here, so that no pass over the gradient is needed for it
 
     denominator = jnp.maximum(_denominator(config.loss, batch), 1.0)
-    gradient = jax.grad(loss, has_aux=True)
     trained = (state.params, critic_params)
 
+    def gradient(i: Array) -> tuple[Any, diagnostics.Sums]:
+        return _by_parts(lambda i, parts: jax.grad(loss, has_aux=True)(trained, i, parts=parts), config, batch, i)
+
     def accumulate(i: Array, carry: tuple[Any, diagnostics.Sums]) -> tuple[Any, diagnostics.Sums]:
-        grads, sums = gradient(trained, i)
+        grads, sums = gradient(i)
         return jax.tree.map(jnp.add, carry[0], grads), diagnostics.combine(carry[1], sums)
 
-    no_sums = diagnostics.empty(jax.eval_shape(loss, trained, jnp.int32(0))[1])
-    zeros = (jax.tree.map(jnp.zeros_like, trained), no_sums)
-    grads, sums = jax.lax.fori_loop(0, batch.micro_batches, accumulate, zeros)
-    policy_grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
+    if batch.tokens.shape[0] == 1:  # no sum to begin with zeros, which for a large model takes as long as its optimizer
+        grads, sums = gradient(jnp.int32(0))
+    else:
+        no_sums = diagnostics.empty(jax.eval_shape(loss, trained, jnp.int32(0))[1])
+        zeros = (jax.tree.map(jnp.zeros_like, trained), no_sums)
+        grads, sums = jax.lax.fori_loop(0, batch.micro_batches, accumulate, zeros)
+    policy_grads, critic_grads = grads
     rate = rates.policy
     if config.scale_by_ess:
         scale = corrections.step_scale(sums.pop("step_sample"))
@@ -297,7 +323,7 @@ def _statistic(
     """The objective's statistic of the whole minibatch under the current parameters."""
     logprobs = batch.behaviour_logprobs
     if LOSSES[config.loss.name].statistic_of_policy:
-        logprobs = batch_logprobs(model, config.temperature, params, batch)
+        logprobs = batch_logprobs(model, config, params, batch)
     x = token_inputs(batch, targets, logprobs, version, jnp.zeros(()))
     return corrections.batch_statistic(x, config.loss)
 
@@ -320,14 +346,37 @@ def _values(critic: Critic, params: Params, policy_hidden: Array, micro: TrainBa
     return token_values(critic.hidden(params, policy_hidden, _inputs(micro)), params["head"], micro.positions)
 
 
+def _logprobs(
+    model: Model, config: StepConfig, policy: Transformer, hidden: Array, micro: TrainBatch
+) -> tuple[Float[Array, "R L"], Float[Array, "R L"]]:
+    """Log-probs and entropies of the tokens that count."""
+    rows, row_length = micro.tokens.shape
+    columns = logprob_columns(config.logprob_chunk, -(-rows // sharding.row_shards(model.mesh)), row_length)
+    wanted = (micro.loss_mask > 0) & (micro.positions > 0)
+    return token_logprobs(hidden, policy.output(), micro.tokens, wanted, config.temperature, columns)
+
+
 def _inputs(micro: TrainBatch) -> tuple[Array, Array, Array]:
     return micro.tokens, micro.positions, micro.segment_ids
 
 
-def _micro_batch(batch: TrainBatch, i: Array) -> TrainBatch:
-    """The i-th micro-batch: the same record without its leading axis."""
+def _micro_batch(batch: TrainBatch, i: Array, parts: int) -> TrainBatch:
+    """The i-th micro-batch: the same record without its leading axis, each row cut into equal parts."""
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(TrainBatch)}
-    return TrainBatch(**{k: v if k == "micro_batches" else v[i] for k, v in values.items()})
+    return TrainBatch(**{k: v if k in WHOLE else _cut(v[i], parts) for k, v in values.items()})
+
+
+def _cut(x: Array, parts: int) -> Array:
+    """[R, L] -> [R x parts, L / parts]."""
+    return x.reshape(x.shape[0] * parts, x.shape[1] // parts)
+
+
+def _by_parts(run: Callable[..., Any], config: StepConfig, batch: TrainBatch, i: Array) -> Any:
+    """run(i, parts) with the number of parts that the i-th micro-batch's rows may be cut into."""
+    if not config.halvings:
+        return run(i, 1)
+    branches = [functools.partial(run, parts=1 << h) for h in range(config.halvings + 1)]
+    return jax.lax.switch(batch.halvings[i], branches, i)
 
 
 def _abstract_targets(config: StepConfig, batch: TrainBatch, model: Model, critic: Critic | None) -> Targets:
