@@ -229,8 +229,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
     )
     _require(
         trainer.row_length % (1 << trainer.row_halvings) == 0,
-        f"trainer.row_length is {trainer.row_length} and trainer.row_halvings {trainer.row_halvings}: rows cannot be cut "
-        f"into {1 << trainer.row_halvings} equal parts; make row_length a multiple of that",
+        f"trainer.row_length is {trainer.row_length} and trainer.row_halvings {trainer.row_halvings}: rows cannot be "
+        f"cut into {1 << trainer.row_halvings} equal parts; make row_length a multiple of that",
     )
     _require(
         rollout.cache == "dense" or not rollout.cache_tokens or rollout.cache_tokens >= longest + rollout.block_size,

@@ -174,8 +174,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.trainer.minibatches = 2  # optimiser updates per training step; divides the samples
     c.trainer.row_length = 128  # tokens of a packed row, >= prompt + response
     c.trainer.micro_batch_rows = 4  # rows that a device has at once in a training step, >= 1
-    # rows of a micro-batch of short sequences are cut into 2, 4, ... 2^row_halvings parts, which attention is faster on;
-    # the step is compiled for each
+    # rows of a micro-batch of short sequences are cut into 2, 4, ... 2^row_halvings parts, which attention is faster
+    # on; the step is compiled for each number of them
     c.trainer.row_halvings = 0  # >= 0; 2^row_halvings divides row_length
     c.trainer.logprob_chunk = 0  # tokens whose logits a device has at once; 0: 1/8 of a micro-batch, 128 to 4096
     c.trainer.diagnostics = True  # measure clipping, ratios, divergences, all by staleness; False saves a little time

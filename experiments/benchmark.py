@@ -3,6 +3,7 @@
     python -m experiments.benchmark generate
     python -m experiments.benchmark generate --n-eos 64 --requests 128    # lengths with a long tail
     python -m experiments.benchmark train
+    python -m experiments.benchmark packing                  # long-tailed lengths: padded, by number, by token budget
     python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
     python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
 
@@ -22,10 +23,11 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
@@ -103,6 +105,102 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def packing_ways(options: argparse.Namespace) -> dict[str, Any]:
+    """Gradients of samples whose lengths have a long tail (lognormal, mean a quarter of the most), in four ways that
+    take turns: a row of the most tokens for each (padded); as many samples a micro-batch, in rows as long as its
+    longest needs, of lengths that halve (by number); rows packed by token budget; and these, cut where samples are
+    short."""
+    model, most = make_model(options.config), options.prompt + options.new
+    samples = long_tailed_samples(options.requests, options.prompt, most, model.config.vocab_size)
+    shape = packing.PackingConfig(most, options.micro_batch_rows, most)
+    ways = {
+        "padded": [Part(shape, samples, a_row_each(samples, shape))],
+        "by_number": by_number(samples, shape, options.halvings),
+        "packed": [packed(samples, shape)],
+        "packed_cut": [packed(samples, dataclasses.replace(shape, halvings=options.halvings))],
+    }
+    gradients = {name: Gradients(model, parts, options.logprob_chunk) for name, parts in ways.items()}
+    tokens = sum(len(t.tokens) for t in samples)
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.reps):
+        for name, gradient in gradients.items():
+            rates[name].append(tokens / gradient.cpu_seconds())
+            print(f"{name}: {rates[name][-1]:.0f} real tokens per CPU second", flush=True)
+    return {
+        "name": "areal_jax_packing",
+        **{f"{name}_tokens_per_cpu_second": round(statistics.median(r), 1) for name, r in rates.items()},
+        **{f"{name}_efficiency": round(gradient.efficiency, 3) for name, gradient in gradients.items()},
+        "packed_cut_over": {
+            n: round(statistics.median(c / o for c, o in zip(rates["packed_cut"], rates[n], strict=True)), 2)
+            for n in ("padded", "by_number", "packed")
+        },
+        "mean_len": round(tokens / len(samples), 1),
+        "longest": max(len(t.tokens) for t in samples),
+        "halvings": options.halvings,
+        "micro_batch_rows": shape.rows,
+        "reps": options.reps,
+        **workload(options),
+    }
+
+
+class Part(NamedTuple):
+    """Samples of micro-batches of one shape."""
+
+    shape: packing.PackingConfig
+    samples: list[Trajectory]
+    assigned: list[packing.MicroBatch]
+
+
+def packed(samples: list[Trajectory], shape: packing.PackingConfig) -> Part:
+    return Part(shape, samples, packing.assign_micro_batches([len(t.tokens) for t in samples], shape))
+
+
+def a_row_each(samples: list[Trajectory], shape: packing.PackingConfig) -> list[packing.MicroBatch]:
+    """shape.rows samples a micro-batch, as they come."""
+    rows = [[i] for i in range(len(samples))]
+    return [packing.MicroBatch(0, rows[i : i + shape.rows]) for i in range(0, len(rows), shape.rows)]
+
+
+def by_number(samples: list[Trajectory], shape: packing.PackingConfig, halvings: int) -> list[Part]:
+    """shape.rows samples a micro-batch, as they come, in rows of the shortest length that holds the longest."""
+    by_length: dict[int, list[Trajectory]] = {}
+    for i in range(0, len(samples), shape.rows):
+        some = samples[i : i + shape.rows]
+        longest = max(len(t.tokens) for t in some)
+        length = min(n for n in (shape.row_length >> h for h in range(halvings + 1)) if n >= longest)
+        by_length.setdefault(length, []).extend(some)
+    shapes = {length: packing.PackingConfig(length, shape.rows, length) for length in by_length}
+    return [Part(shapes[n], some, a_row_each(some, shapes[n])) for n, some in by_length.items()]
+
+
+class Gradients:
+    """The gradient of all parts, a program for each, with an optimizer that takes no time."""
+
+    def __init__(self, model: Model, parts: Sequence[Part], logprob_chunk: int):
+        self._model, self._batches, self._updates = model, [], []
+        optimizer = optax.scale(-1.0)
+        for part in parts:
+            batch, layout = packing.lay_out(part.samples, part.assigned, part.shape, len(part.assigned))
+            self._batches.append((batch, Targets(layout.spread([t.reward * t.loss_mask for t in part.samples]))))
+            loss, halvings = resolve(LossConfig("ppo")), part.shape.halvings
+            step = train_step.StepConfig(loss, diagnostics=False, logprob_chunk=logprob_chunk, halvings=halvings)
+            self._updates.append(train_step.compile_programs(model, optimizer, step, batch).update)
+        self._state = train_step.init_state(model.init_params(0), model, optimizer)
+        self.efficiency = sum(np.count_nonzero(b.segment_ids) for b, _ in self._batches) / sum(
+            b.segment_ids.size for b, _ in self._batches
+        )
+        self.cpu_seconds()
+
+    def cpu_seconds(self) -> float:
+        version, rate = train_step.scalar(1, np.int32, self._model), train_step.scalar(1e-5, np.float32, self._model)
+        began = time.process_time()
+        for update, (batch, targets) in zip(self._updates, self._batches, strict=True):
+            placed = train_step.place(batch, self._model), train_step.place_targets(targets, self._model)
+            self._state, _ = update(self._state, *placed, version, train_step.Rates(rate, rate))
+        jax.block_until_ready(self._state)
+        return time.process_time() - began
+
+
 def cache(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the same requests with a dense cache and with a paged one of --cache-share, the two taking turns."""
     model = make_model(options.config)
@@ -165,6 +263,7 @@ def endurance(options: argparse.Namespace) -> dict[str, Any]:
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str, Any]]] = {
     "generate": (generate, {}),
     "train": (train, {}),
+    "packing": (packing_ways, {"new": 960, "requests": 64, "halvings": 2, "micro_batch_rows": 2, "reps": 3}),
     "cache": (
         cache,
         {"config": "pico", "batch": 16, "new": 8128, "n_eos": 2, "requests": 48, "cache_share": 0.4, "reps": 3},
@@ -254,6 +353,26 @@ def random_samples(count: int, prompt: int, length: int, vocabulary: int) -> lis
     ]
 
 
+def long_tailed_samples(count: int, prompt: int, most: int, vocabulary: int) -> list[Trajectory]:
+    """As `random_samples`, of lognormal lengths with a mean of about a quarter of `most` and sigma 0.8, at most `most`;
+    of each an eighth, and at most `prompt` tokens, is the prompt."""
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(np.log(most / 4) - 0.8**2 / 2, 0.8, count), 16, most).astype(int)
+    samples = random_samples(count, prompt, most, vocabulary)
+    return [cut_short(t, int(n), min(prompt, int(n) // 8)) for t, n in zip(samples, lengths, strict=True)]
+
+
+def cut_short(sample: Trajectory, length: int, prompt: int) -> Trajectory:
+    drawn = np.arange(length) >= prompt
+    return dataclasses.replace(
+        sample,
+        tokens=sample.tokens[:length],
+        behaviour_logprobs=np.where(drawn, sample.behaviour_logprobs[-1], 0).astype(np.float32),
+        policy_versions=np.where(drawn, 0, PROMPT_VERSION).astype(np.int32),
+        loss_mask=drawn.astype(np.float32),
+    )
+
+
 def timed(engine: Engine, requests: list[Request]) -> tuple[float, float, int]:
     """Wall and CPU seconds for serving the requests, and how many useful tokens that gave."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -290,6 +409,7 @@ def main() -> None:
         kind.add_argument("--requests", type=int, default=0, help="at least one a slot")
         kind.add_argument("--chunk", type=int, default=16, help="most decode steps between two visits of the host")
         kind.add_argument("--micro-batch-rows", type=int, default=8, help="train: rows that are computed at once")
+        kind.add_argument("--halvings", type=int, default=0, help="packing: how often rows may be cut in half")
         kind.add_argument("--logprob-chunk", type=int, default=0, help="train: tokens whose logits exist at once")
         kind.add_argument("--reps", type=int, default=5)
         kind.add_argument("--cache-share", type=float, default=0.0, help="of a dense cache: paged; 0 is dense")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,8 +84,15 @@ class _Rows:
         return len(self.members) - 1
 
 
-def assign_micro_batches(lengths: Sequence[int], config: PackingConfig) -> list[tuple[int, list[list[int]]]]:
-    """Micro-batches as (halvings, rows), each of at most rows x 2^halvings rows.
+class MicroBatch(NamedTuple):
+    """Which sequences lie in the rows of a micro-batch, rows cut into 2^halvings parts counting as so many."""
+
+    halvings: int
+    rows: list[list[int]]
+
+
+def assign_micro_batches(lengths: Sequence[int], config: PackingConfig) -> list[MicroBatch]:
+    """Fills micro-batches with all sequences.
 
     Rows of every length take first the sequences that are too long for the next shorter ones, and then, as far as they
     have room in the micro-batches that those need, the longest of the others.
@@ -101,7 +108,7 @@ def assign_micro_batches(lengths: Sequence[int], config: PackingConfig) -> list[
             rows.add()
         others = [i for i in left if lengths[i] < shortest]
         left = [i for i in others if not rows.put(i, lengths[i], open_another=False)]
-        micro_batches += [(halvings, rows.members[m : m + count]) for m in range(0, len(rows.members), count)]
+        micro_batches += [MicroBatch(halvings, rows.members[m : m + count]) for m in range(0, len(rows.members), count)]
     return micro_batches
 
 
@@ -134,6 +141,13 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig, micro_batche
     micro_batches: the static M; raises ValueError when the sequences need more.
     """
     assigned = assign_micro_batches([len(t.tokens) for t in trajectories], config)
+    return lay_out(trajectories, assigned, config, micro_batches)
+
+
+def lay_out(
+    trajectories: Sequence[Trajectory], assigned: Sequence[MicroBatch], config: PackingConfig, micro_batches: int
+) -> tuple[TrainBatch, Layout]:
+    """A minibatch of micro-batches that are assigned already; micro_batches as in `pack`."""
     used = len(assigned)
     if used > micro_batches:
         raise ValueError(f"the sequences need {used} micro-batches of {config.rows} rows; there are {micro_batches}")
@@ -155,7 +169,7 @@ def pack(trajectories: Sequence[Trajectory], config: PackingConfig, micro_batche
 
 
 def _spans(
-    trajectories: Sequence[Trajectory], assigned: Sequence[tuple[int, list[list[int]]]], config: PackingConfig
+    trajectories: Sequence[Trajectory], assigned: Sequence[MicroBatch], config: PackingConfig
 ) -> tuple[list[slice], list[int]]:
     """Per trajectory its place in the flattened minibatch, and its segment id, unique within an uncut row."""
     spans, segments = [slice(0, 0)] * len(trajectories), [0] * len(trajectories)

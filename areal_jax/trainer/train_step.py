@@ -83,8 +83,8 @@ WHOLE = ("micro_batches", "halvings")
 
 
 def logprob_columns(chunk: int, rows: int, row_length: int) -> int:
-    """Tokens of each row whose logits exist at once, where a device has [rows, row_length] of a micro-batch; chunk as in
-    StepConfig."""
+    """Tokens of each row whose logits exist at once, where a device has [rows, row_length] of a micro-batch; chunk is
+    StepConfig's."""
     return min(row_length, max(1, (chunk or min(4096, max(128, rows * row_length // 8))) // rows))
 
 
