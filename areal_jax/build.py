@@ -124,7 +124,13 @@ def model_on(
             raise UserError(
                 f"mesh.{role}.tensor is {tensor} and does not divide the model's {name} = {size}: choose one that does"
             )
-    model_config = dataclasses.replace(model_config, compute_dtype=dtype, remat=config.trainer.remat)
+    t = config.trainer
+    if t.scan_layers and len(set(model_config.windows)) > 1:
+        raise UserError(
+            f"trainer.scan_layers is True and {config.model.path} has layers with and without a sliding window: only "
+            "layers that are alike can be looped over; set it to False"
+        )
+    model_config = dataclasses.replace(model_config, compute_dtype=dtype, remat=t.remat, scan_layers=t.scan_layers)
     return build_model(model_config, mesh, "float32" if role == "trainer" else dtype)
 
 

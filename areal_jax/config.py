@@ -17,6 +17,7 @@ from areal_jax.rl.advantages import ADVANTAGES
 from areal_jax.rl.corrections import AGGREGATIONS
 from areal_jax.rl.losses import LOSSES
 from areal_jax.rollout.sampler import capacity
+from areal_jax.trainer.optimizer import SCHEDULES
 from areal_jax.types import UserError
 
 Check = tuple[Callable[[Any], bool], str]
@@ -165,6 +166,10 @@ CHECKS: dict[str, Check] = {
     "optimizer.b2": BELOW_ONE,
     "optimizer.eps": POSITIVE,
     "optimizer.weight_decay": _at_least(0),
+    "optimizer.vocabulary_weight_decay": _at_least(0),
+    "optimizer.schedule": _known(SCHEDULES),
+    "optimizer.first_moment_dtype": _one_of("float32", "bfloat16"),
+    "optimizer.max_skipped": _at_least(0),
     "optimizer.max_grad_norm": POSITIVE,
     "evaluation.every_steps": _at_least(0),
     "evaluation.split": _one_of("test", "validation"),
@@ -228,9 +233,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"= {longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten them",
     )
     _require(
-        trainer.row_length % (1 << trainer.row_halvings) == 0,
-        f"trainer.row_length is {trainer.row_length} and trainer.row_halvings {trainer.row_halvings}: rows cannot be "
-        f"cut into {1 << trainer.row_halvings} equal parts; make row_length a multiple of that",
+        trainer.row_length % (max(1, config.mesh.trainer.context) << trainer.row_halvings) == 0,
+        f"mesh.trainer.context is {config.mesh.trainer.context}, trainer.row_length {trainer.row_length} and "
+        f"trainer.row_halvings {trainer.row_halvings}: make row_length a multiple of context x 2^row_halvings",
     )
     _require(
         rollout.cache == "dense" or not rollout.cache_tokens or rollout.cache_tokens >= longest + rollout.block_size,

@@ -6,6 +6,7 @@ The order is that of `Learner.step`. What runs on the device is in `trainer/`, t
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ from areal_jax.rl.advantages import AdvantageConfig, Outcomes, Ragged
 from areal_jax.rl.losses import anchor
 from areal_jax.trainer import train_step
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
-from areal_jax.types import Params, Targets, TrainBatch, Trajectory, UserError
+from areal_jax.trainer.skips import Skips
+from areal_jax.types import Params, Targets, TrainBatch, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,13 @@ class _Part:
 class Learner:
     """The compiled programs of a run and the values that a training step needs, read once from the config."""
 
-    def __init__(self, config: ml_collections.ConfigDict, model: Model):
+    def __init__(self, config: ml_collections.ConfigDict, model: Model, dumps: pathlib.Path | None = None):
+        """dumps: where a batch goes whose gradient is not finite, when that ends the run."""
         r, t, o = config.rollout, config.trainer, config.optimizer
         self.model = model
         self.critic = build_critic(model, config.critic.kind)
-        self.optimizer = make_optimizer(OptimizerConfig(o.b1, o.b2, o.eps, o.weight_decay, o.max_grad_norm))
+        shared = {f.name: o[f.name] for f in dataclasses.fields(OptimizerConfig)}
+        self.optimizer = make_optimizer(OptimizerConfig(**shared))
         self.loss = loss_config(config)
         self._packer = packing.PackingConfig(
             t.row_length,
@@ -76,14 +80,16 @@ class Learner:
             with_reference=self.uses_reference,
             diagnostics=t.diagnostics,
             logprob_chunk=t.logprob_chunk,
+            offload=o.offload,
             halvings=t.row_halvings,
         )
-        self._rate = (t.steps, o.learning_rate, o.final_learning_rate, o.warmup_steps)
+        self._rate = (t.steps, o.learning_rate, o.final_learning_rate, o.warmup_steps, o.schedule)
+        self._skips = Skips(o.max_skipped, dumps)
         self._critic_rate = config.critic.learning_rate
         self.programs = train_step.compile_programs(model, self.optimizer, self.config, self.empty_batch(), self.critic)
 
     def init_state(self, params: Params) -> train_step.TrainState:
-        return train_step.init_state(params, self.model, self.optimizer, self.critic)
+        return train_step.init_state(params, self.model, self.optimizer, self.critic, self.config.offload)
 
     def empty_batch(self) -> TrainBatch:
         """A batch with the shapes of every batch of the run."""
@@ -98,7 +104,8 @@ class Learner:
         """All minibatches of one batch; returns the new state and the metrics.
 
         reference: the parameters that a KL is to, where `uses_reference`.
-        Raises UserError when the loss or the gradient is not finite.
+        An update whose loss or gradient is not finite is left out; raises UserError when that is so of more than
+        optimizer.max_skipped in a row.
         """
         counted = rewards.mask_truncated(batch, self._shaping)
         if self._drop_zero_variance:
@@ -118,6 +125,7 @@ class Learner:
         )
         version_scalar = train_step.scalar(version, np.int32, self.model)
         sums: list[dict[str, Any]] = []
+        skipped = self._skips.total
         for part, before, reference_logprobs in zip(parts, forwards, references, strict=True):
             if not any(counted[i].loss_mask.any() for i in part.members):
                 continue  # nothing to learn from: the moments of Adam stay as they are too
@@ -130,8 +138,11 @@ class Learner:
             )
             targets = train_step.place_targets(targets, self.model)
             state, found = self.programs.update(state, part.batch, targets, version_scalar, rates)
-            sums.append(_checked(jax.device_get(found), version))
+            found = jax.device_get(found)
+            if self._skips.take(found, part.packed, targets, version):
+                sums.append(found)
         metrics = self._metrics(sums, version) | diagnostics.advantage_metrics(advantages, outcomes.masks)
+        metrics["optimizer/skipped_updates"] = float(self._skips.total - skipped)
         metrics["reward/shaped_mean"] = float(outcomes.rewards.mean())
         metrics["packing/efficiency"] = packing.efficiency([p.packed for p in parts])
         if returns is not None and outcomes.values is not None:
@@ -220,7 +231,7 @@ class Learner:
         """From the minibatches' [M, R, L] back to one array per trajectory of the batch."""
         found: dict[int, np.ndarray] = {}
         for array, part in zip(arrays, parts, strict=True):
-            found |= dict(zip(part.members.tolist(), part.layout.gather(jax.device_get(array)), strict=True))
+            found |= dict(zip(part.members.tolist(), part.layout.gather(sharding.fetch(array)), strict=True))
         return [found[i] for i in range(len(found))]
 
 
@@ -229,19 +240,3 @@ def _returns(outcomes: Outcomes, advantages: Ragged) -> Ragged | None:
     if outcomes.values is None:
         return None
     return [a + v * (m > 0) for a, v, m in zip(advantages, outcomes.values, outcomes.masks, strict=True)]
-
-
-def _checked(sums: dict[str, Any], version: int) -> dict[str, Any]:
-    loss, norm = float(sums["objective"] / sums["denominator"]), float(sums["max_grad_norm"])
-    if not np.isfinite(loss) or not np.isfinite(norm):
-        raise UserError(
-            f"step {version + 1}: the loss is {loss} and the gradient norm {norm}; the parameters are lost. Lower "
-            "optimizer.learning_rate, or optimizer.max_grad_norm, and start from the last checkpoint"
-        )
-    value, norm = float(sums.get("value_loss", 0.0)), float(sums.get("max_critic_grad_norm", 0.0))
-    if not np.isfinite(value) or not np.isfinite(norm):
-        raise UserError(
-            f"step {version + 1}: the critic's loss is {value} and its gradient norm {norm}; its parameters are lost. "
-            "Lower critic.learning_rate and start from the last checkpoint"
-        )
-    return sums

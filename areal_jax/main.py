@@ -58,10 +58,13 @@ def main(argv: list[str]) -> int:
             kind = local.choose_kind(config.launch.kind, local.accelerators())
             print(plan.run(config, TRAINER_SLICE.value, SAMPLER_SLICE.value, kind))
             return 0
-        if ROLE.value == "sampler" and not config.workdir:
-            raise UserError("--role=sampler needs the trainer's --config.workdir, where the weights lie")
+        follows = ROLE.value == "sampler" or PROCESS_ID.value > 0
+        if follows and not config.workdir:
+            raise UserError(
+                "a sampler, and a process_id over 0, need the trainer's --config.workdir, where weights lie"
+            )
         workdir = workdir_lib.choose(config)
-        if not supervised and ROLE.value != "sampler":
+        if not supervised and not follows:
             workdir_lib.prepare(workdir, config, overrides)
             held = workdir_lib.lock(workdir)  # noqa: F841 - until this process ends
         logging.basicConfig(level=logging.INFO if supervised else logging.WARNING, format="%(asctime)s %(message)s")
@@ -95,6 +98,11 @@ def _run(
 
         sample.run(config, workdir, SAMPLER_INDEX.value, cluster.host)
         return 0
+    if ROLE.value == "trainer" and cluster.process_id > 0:
+        from areal_jax import train
+
+        train.run(config, workdir, lambda record: None, colocated=False, host=cluster.host)
+        return 0
     if ROLE.value == "trainer" and supervised:
         from areal_jax import train
 
@@ -110,7 +118,7 @@ def _run(
         else:
             from areal_jax import train
 
-            closing = train.run(config, workdir, view, colocated=ROLE.value == "")["closing"]
+            closing = train.run(config, workdir, view, colocated=ROLE.value == "", host=cluster.host)["closing"]
     finally:
         view.close()
     print("\n" + closing)

@@ -48,6 +48,8 @@ class RolePlan:
     mesh: dict[str, int]
     parameters: int
     items: dict[str, int]
+    layout: list[str]
+    """Where each parameter lands: a line for each, those of all layers on one."""
 
     @property
     def total(self) -> int:
@@ -103,6 +105,7 @@ def report(plans: list[RolePlan], share_devices: bool) -> str:
         lines += ["", f"{p.role}: {p.slice.devices} {kind} of {_size(p.slice.bytes_per_device)}, mesh {mesh}"]
         lines += [f"  {name:<44}{_size(size):>12}" for name, size in p.items.items()]
         lines += [f"  {'per device':<44}{_size(p.total):>12}"]
+        lines += ["", *(f"  {line}" for line in p.layout)]
     lacking = [p for p in plans if not p.fits]
     if share_devices and not lacking:
         needed, present = sum(p.total for p in plans), plans[0].slice.bytes_per_device
@@ -140,6 +143,23 @@ def _state_bytes(model: Model) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def layout(model: Model) -> list[str]:
+    """A table of the parameters: name, shape, for each axis that is split the mesh axis, and bytes on one device. What
+    is the same in all layers is on one line, with its number."""
+    groups: dict[tuple[Any, ...], int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(model.abstract_params):
+        name = ".".join("*" if isinstance(key.key, int) else str(key.key) for key in path)
+        entry = (name, x.shape, x.sharding.spec, math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
+        groups[entry] = groups.get(entry, 0) + 1
+    lines = [f"{'parameter':<34}{'shape':<20}{'split over':<22}{'per device':>12}"]
+    for (name, shape, spec, size), count in groups.items():
+        divided = [(n, axis) for n, axis in zip(shape, spec, strict=False) if axis and model.mesh.shape[axis] > 1]
+        split = ", ".join(f"{n}: {axis}" for n, axis in divided) or "-"
+        times = f"{count} x " if count > 1 else ""
+        lines.append(f"{name:<34}{' x '.join(map(str, shape)):<20}{split:<22}{times + _size(size):>12}")
+    return lines
+
+
 def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
     state, shape = _state_bytes(model), dict(model.mesh.shape)
     rows, row = config.trainer.micro_batch_rows, config.trainer.row_length
@@ -147,9 +167,11 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         rows = max(rows, -(-config.warm_start.rows // sharding.row_shards(model.mesh)))
     columns = logprob_columns(config.trainer.logprob_chunk, rows, row)
     vocabulary = model.config.vocab_size // shape["tensor"]
+    first = config.optimizer.first_moment_dtype
+    kept = first if first == "float32" else f"{first}, float32"
     items = {
         "parameters (float32)": state,
-        "optimizer state (float32)": 2 * state,
+        f"optimizer state ({kept})": (6 if kept == "bfloat16, float32" else 8) * state // 4,
         "gradients (sum and micro-batch, float32)": 2 * state,
         "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]),
         "logits of a chunk of tokens": rows * columns * vocabulary * LOGIT_BYTES,
@@ -161,7 +183,7 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     if critic is not None and critic.backbone is not None:
         items["critic: parameters, optimizer, gradients"] = 5 * _state_bytes(critic.backbone)
         items["critic: activations of a micro-batch"] = items["activations of a micro-batch"]
-    return RolePlan("trainer", devices, shape, model.parameter_count(), items)
+    return RolePlan("trainer", devices, shape, model.parameter_count(), items, layout(model))
 
 
 def activation_bytes(c: TransformerConfig, rows: int, row_length: int, tensor: int) -> int:
@@ -210,11 +232,13 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         "the same, of an evaluation beside training": cache + tables,
         "prefill or decode step": max(prefill, logits),
     }
-    return RolePlan("sampler", devices, shape, model.parameter_count(), items)
+    return RolePlan("sampler", devices, shape, model.parameter_count(), items, layout(model))
 
 
 def _size(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+    if size >= GIB / 10:
+        return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:,.1f} KiB"
 
 
 def run(config: ml_collections.ConfigDict, trainer: str, sampler: str, kind: str) -> str:

@@ -1,18 +1,26 @@
-"""The trainer role: builds its parts and owns the training loop."""
+"""The trainer role: builds its parts and owns the training loop.
+
+A trainer may have several processes, which share one mesh: process 0 runs the loop, and the others `_follow` it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import pathlib
 import time
 from typing import Any
 
+import jax
 import ml_collections
 
 from areal_jax import build, objective, warm_start
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import arithmetic
 from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
+from areal_jax.data.sources import Source
+from areal_jax.data.templates import Template
 from areal_jax.learner import Learner
 from areal_jax.metrics import Emit, MetricsFile, clear_metrics, fan_out, replace_text, truncate_metrics
 from areal_jax.models.transformer import Model
@@ -24,35 +32,36 @@ from areal_jax.rollout.grading import Grader
 from areal_jax.rollout.programs import Program
 from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.trainer.train_step import TrainState
+from areal_jax.transport.broadcast import Broadcast, agree, receive_batch, share_batch
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
-from areal_jax.types import PolicySnapshot, Trajectory, UserError
+from areal_jax.types import Params, PolicySnapshot, Trajectory, UserError
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool) -> dict[str, Any]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, colocated: bool, host: str = ""
+) -> dict[str, Any]:
     """Trains; returns the summary. In `colocated` the sampler works in this process, between training steps.
 
+    host: of process 0, for a trainer with several processes (jax.distributed is set up already); the others return {}.
     Raises UserError for what the user can put right.
     """
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
+    broadcast = Broadcast(host) if jax.process_count() > 1 else None
+    if broadcast is not None and not broadcast.leads:
+        _follow(config, workdir, broadcast)
+        return {}
     emit({"kind": "stage", "text": "preparing data and model"})
-    policy = build.find_policy(config)
-    model = build.make_model(config, "trainer", policy)
-    grader = build.make_grader(config, policy)
-    splits = {"train", config.evaluation.split} | ({"validation"} if config.warm_start.enabled else set())
-    sources, template = build.open_data(config, splits, policy)
-    program = build.make_sampling_program(config, model, policy)
+    parts = _build(config, workdir)
+    learner, checkpoints, program, grader = parts.learner, parts.checkpoints, parts.program, parts.grader
     longest, skip = config.rollout.max_prompt_length, config.data.overlong == "skip"
-    held_out = fixed_prompts(sources[config.evaluation.split], config.data.heldout_problems, template, longest, skip)
-    prompts = PromptStream(RecordStream(sources["train"], config.seed), template, longest, skip)
+    test = parts.sources[config.evaluation.split]
+    held_out = fixed_prompts(test, config.data.heldout_problems, parts.template, longest, skip)
+    prompts = PromptStream(RecordStream(parts.sources["train"], config.seed), parts.template, longest, skip)
 
     # ---------------------------------------------------------------- first weights, or where the run stopped
-    checkpoints = Checkpoints(workdir / "checkpoints")
-    learner = Learner(config, model)
-    version, books = 0, None
-    started_from = warm_start.WarmStart(None, 0.0, 0, cached=False)
-    warm_start_began = time.monotonic()
     saved = checkpoints.versions()
     if saved and config.rollout.injected_staleness:
         raise UserError(
@@ -67,26 +76,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     show, emit = emit, fan_out([metrics.write, emit])
     for text in objective.warnings(config):
         (show if saved else emit)({"kind": "warning", "text": text})  # a resumed run has them in its metrics
-    reference = None
-    if saved:
-        version = saved[-1]
-        emit({"kind": "stage", "text": f"resuming after step {version}"})
-        state, books = checkpoints.restore(version, learner.init_state(model.init_params(0)))
-        reference = checkpoints.restore_reference(model.abstract_params) if learner.uses_reference else None
-        started_from = warm_start.WarmStart(None, books["skill_accuracy"], 0, cached=True)
-    else:
-        if config.warm_start.enabled:
-            data = warm_start.Data(sources["train"], sources["validation"], policy.tokenizer)
-            started_from = _warm_start(config, model, program, grader, data, emit)
-            params = started_from.params
-        elif policy.pretrained is not None:
-            emit({"kind": "stage", "text": f"reading {model.parameter_count():,} parameters of {config.model.path}"})
-            params = policy.pretrained.load_params(model)
-        else:
-            params = model.init_params(config.seed)
-        state = learner.init_state(params)
-        if learner.uses_reference:
-            reference = checkpoints.save_reference(params)
+    warm_start_began = time.monotonic()
+    start = _first_weights(config, parts, saved[-1] if saved else None, emit, broadcast)
+    state, reference, version, books = start.state, start.reference, start.version, start.books
     seconds_warm_start = time.monotonic() - warm_start_began
     # ---------------------------------------------------------------- the ring
     if books is not None and books["coordinator"]["stream"] is not None:
@@ -97,6 +89,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
     if books is not None:
         coordinator.restore(books["coordinator"])
     channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
+    agree(broadcast, "publish")
     channel.publish(PolicySnapshot(version, state.params))
     ring: _InProcess | _Served
     if colocated:
@@ -104,7 +97,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
         ring = _InProcess(coordinator, channel, program, sampler)
     else:
         ring = _Served(config, workdir, coordinator, emit)
-    recorder = Recorder(config, workdir, policy.tokenizer, held_out, coordinator, emit)
+    recorder = Recorder(config, workdir, parts.policy.tokenizer, held_out, coordinator, emit)
     due = range(0, config.trainer.steps, config.evaluation.every_steps or config.trainer.steps)
     if version in due and not recorder.has_evaluated(version):
         coordinator.evaluate(version)
@@ -121,6 +114,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             batch = ring.wait_for_batch(version)
             recorder.batch_arrived()
             measured = diagnostics.staleness_metrics(batch, version) | coordinator.intake.metrics()
+            agree(broadcast, "train")
+            share_batch(broadcast, batch)
             state, trained = learner.step(state, batch, version, reference)
             coordinator.trained(batch)
             version += 1
@@ -133,21 +128,114 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, emit: Emit, co
             if config.checkpoint.every_steps and version % config.checkpoint.every_steps == 0:
                 ring.wait_for_evaluations(before=version)  # a resumed run could not make up for older ones
                 recorder.collect_evaluations()
-                checkpoints.save(version, state, _books(coordinator, started_from))
+                agree(broadcast, "save")
+                checkpoints.save(version, state, _books(coordinator, start.skill_accuracy))
         recorder.end()
         coordinator.evaluate(version)
         emit({"kind": "stage", "text": "measuring the final policy"})
         ring.wait_for_evaluations(before=version + 1)
         recorder.collect_evaluations()
-        checkpoints.save(version, state, _books(coordinator, started_from))
+        agree(broadcast, "save")
+        checkpoints.save(version, state, _books(coordinator, start.skill_accuracy))
+        agree(broadcast, "end")
     finally:
         coordinator.stop()
         ring.close()
         grader.close()
         metrics.close()
+        if broadcast is not None:
+            broadcast.close()
 
     # ---------------------------------------------------------------- what is left for the person
-    return recorder.finish(started_from.skill_accuracy, seconds_warm_start, compiles.after_warmup)
+    return recorder.finish(start.skill_accuracy, seconds_warm_start, compiles.after_warmup)
+
+
+def _follow(config: ml_collections.ConfigDict, workdir: pathlib.Path, broadcast: Broadcast) -> None:
+    """What the other processes of a trainer do: their part of everything that runs on the mesh or writes what lies
+    there, when process 0 says so and with the batches that it sends."""
+    parts = _build(config, workdir)
+    start = _first_weights(config, parts, None, lambda record: None, broadcast)
+    state, version, limits = start.state, start.version, build.limits(config)
+    channel: OrbaxChannel | None = None
+    try:
+        while (order := agree(broadcast, None)) != "end":
+            if order == "publish":  # process 0 has made the directory anew
+                channel = OrbaxChannel(workdir / "weights")
+            elif order == "train":
+                state, _ = parts.learner.step(state, receive_batch(broadcast, limits), version, start.reference)
+                version += 1
+            else:
+                parts.checkpoints.save(version, state, {})
+                continue
+            assert channel is not None
+            channel.publish(PolicySnapshot(version, state.params))
+    finally:
+        parts.grader.close()
+        broadcast.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What every process of the trainer has."""
+
+    policy: build.Policy
+    model: Model
+    grader: Grader
+    sources: dict[str, Source]
+    template: Template
+    program: Program
+    learner: Learner
+    checkpoints: Checkpoints
+
+
+def _build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Parts:
+    policy = build.find_policy(config)
+    model = build.make_model(config, "trainer", policy)
+    grader = build.make_grader(config, policy)
+    splits = {"train", config.evaluation.split} | ({"validation"} if config.warm_start.enabled else set())
+    sources, template = build.open_data(config, splits, policy)
+    program = build.make_sampling_program(config, model, policy)
+    learner = Learner(config, model, dumps=workdir)
+    return _Parts(policy, model, grader, sources, template, program, learner, Checkpoints(workdir / "checkpoints"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """Where a run begins, or goes on."""
+
+    state: TrainState
+    reference: Params | None
+    """The parameters that a KL is to, where one is."""
+    version: int
+    books: dict[str, Any] | None
+    """Of the checkpoint that the run goes on from."""
+    skill_accuracy: float
+    """Of the warm start."""
+
+
+def _first_weights(
+    config: ml_collections.ConfigDict, parts: _Parts, saved: int | None, emit: Emit, broadcast: Broadcast | None
+) -> _Start:
+    """The state of the checkpoint of version `saved`, or a new one; process 0's `saved` counts."""
+    model, learner, checkpoints = parts.model, parts.learner, parts.checkpoints
+    version = agree(broadcast, saved)
+    if version is not None:
+        emit({"kind": "stage", "text": f"resuming after step {version}"})
+        state, books = checkpoints.restore(version, learner.init_state(model.init_params(0)))
+        reference = checkpoints.restore_reference(model.abstract_params) if learner.uses_reference else None
+        return _Start(state, reference, version, books, books["skill_accuracy"])
+    skill_accuracy = 0.0
+    if config.warm_start.enabled:
+        started_from = _warm_start(config, parts, emit, broadcast)
+        params, skill_accuracy = started_from.params, started_from.skill_accuracy
+    elif parts.policy.pretrained is not None:
+        emit({"kind": "stage", "text": f"reading {model.parameter_count():,} parameters of {config.model.path}"})
+        params = parts.policy.pretrained.load_params(model)
+    else:
+        params = model.init_params(config.seed)
+    state = learner.init_state(params)
+    reference = checkpoints.save_reference(params) if learner.uses_reference else None
+    return _Start(state, reference, 0, None, skill_accuracy)
 
 
 def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
@@ -167,13 +255,10 @@ def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
 
 
 def _warm_start(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    program: Program,
-    grader: Grader,
-    data: warm_start.Data,
-    emit: Emit,
+    config: ml_collections.ConfigDict, parts: _Parts, emit: Emit, broadcast: Broadcast | None
 ) -> warm_start.WarmStart:
+    model = parts.model
+    data = warm_start.Data(parts.sources["train"], parts.sources["validation"], parts.policy.tokenizer)
     options = config.warm_start.to_dict()
     options.pop("enabled")
     if options["seed"] == -1:
@@ -190,7 +275,7 @@ def _warm_start(
         emit({"kind": "progress", "stage": stage, "done": done, "total": total, **metrics})
 
     def make() -> warm_start.WarmStart:
-        return warm_start.warm_start(stages, model, program, grader, data, progress)
+        return warm_start.warm_start(stages, model, parts.program, parts.grader, data, progress)
 
     emit({"kind": "stage", "text": "warm start: supervised stages"})
     if not use_cache:
@@ -206,14 +291,15 @@ def _warm_start(
         "dtype": model.config.compute_dtype,
         "data_version": arithmetic.VERSION,
     }
-    result = warm_start.cached_warm_start(key, build.cache_dir(config) / "warm_start", model, make)
+    directory = build.cache_dir(config) / "warm_start"
+    result = warm_start.cached_warm_start(key, directory, model, make, functools.partial(agree, broadcast))
     if result.cached:
         emit({"kind": "stage", "text": "warm start: taken from the cache"})
     return result
 
 
-def _books(coordinator: Coordinator, started_from: warm_start.WarmStart) -> dict[str, Any]:
-    return {"coordinator": coordinator.save(), "skill_accuracy": started_from.skill_accuracy}
+def _books(coordinator: Coordinator, skill_accuracy: float) -> dict[str, Any]:
+    return {"coordinator": coordinator.save(), "skill_accuracy": skill_accuracy}
 
 
 class _InProcess:

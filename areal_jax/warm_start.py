@@ -134,21 +134,31 @@ def warm_start(
     return WarmStart(state.params, reached, updates, cached=False)
 
 
-def cached_warm_start(key: Any, directory: pathlib.Path, model: Model, make: Callable[[], WarmStart]) -> WarmStart:
+def cached_warm_start(
+    key: Any,
+    directory: pathlib.Path,
+    model: Model,
+    make: Callable[[], WarmStart],
+    agree: Callable[[Any], Any] = lambda value: value,
+) -> WarmStart:
     """The result under the hash of `key` (all that determines it, JSON-able), made and kept if it is not there.
 
-    Written beside and renamed into place, so that two runs at once, or one killed, leave no half result.
+    agree: gives every process of the trainer process 0's value. The result is written beside and renamed into place, so
+    that two runs at once, or one killed, leave no half result.
     """
     text = json.dumps([FORMAT, key], sort_keys=True)
     final = directory.absolute() / hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    if (final / "result.json").exists():
-        result = json.loads((final / "result.json").read_text())
+    kept = final / "result.json"
+    result = agree(json.loads(kept.read_text()) if kept.exists() else None)
+    if result is not None:
         params = restore(checkpointer, final / "params", model.abstract_params)
         return WarmStart(params, result["skill_accuracy"], result["skill_updates"], cached=True)
     made = make()
-    temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}")
+    temporary = final.with_name(f"{final.name}.{agree(uuid.uuid4().hex)}")
     checkpointer.save(temporary / "params", args=ocp.args.PyTreeSave(made.params))
+    if jax.process_index() != 0:
+        return made
     result = {"skill_accuracy": made.skill_accuracy, "skill_updates": made.skill_updates, "key": key}
     (temporary / "result.json").write_text(json.dumps(result, indent=1))
     try:

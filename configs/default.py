@@ -180,20 +180,30 @@ def get_config() -> ml_collections.ConfigDict:
     c.trainer.logprob_chunk = 0  # tokens whose logits a device has at once; 0: 1/8 of a micro-batch, 128 to 4096
     c.trainer.diagnostics = True  # measure clipping, ratios, divergences, all by staleness; False saves a little time
     c.trainer.remat = "none"  # none | dots | full: layer results that the backward computes again, to save memory
+    # a loop over the layers instead of one after another: compiles faster, and remat saves memory on a CPU only so; a
+    # copy of the layers' parameters more, and slower on small models
+    c.trainer.scan_layers = False
 
     c.optimizer = ml_collections.ConfigDict()
     c.optimizer.learning_rate = 1e-4  # > 0
-    c.optimizer.final_learning_rate = 1e-4  # at the last step (half cosine), >= 0
+    c.optimizer.schedule = "cosine"  # cosine (half a period) | linear | constant, after the warm-up
+    c.optimizer.final_learning_rate = 1e-4  # of cosine and linear, at the last step, >= 0
     c.optimizer.warmup_steps = 0  # steps of linear warm-up, >= 0
     c.optimizer.b1 = 0.9  # in [0, 1)
     c.optimizer.b2 = 0.99  # in [0, 1)
     c.optimizer.eps = 1e-8  # > 0
-    c.optimizer.weight_decay = 0.0  # >= 0, on matrices
+    c.optimizer.weight_decay = 0.0  # >= 0, on matrices but those of the vocabulary
+    c.optimizer.vocabulary_weight_decay = 0.0  # >= 0, on the embedding and the output matrix
+    c.optimizer.first_moment_dtype = "float32"  # float32 | bfloat16
+    c.optimizer.offload = False  # keep the optimizer's state in the host's memory between steps
+    c.optimizer.max_skipped = 3  # updates in a row that are left out for a gradient that is not finite; >= 0
     c.optimizer.max_grad_norm = 1.0  # global norm, > 0
     c.optimizer.scale_by_ess = False  # times sqrt(effective sample size / samples) of the sequences' ratios
 
-    c.mesh = ml_collections.ConfigDict()  # sizes of the mesh axes; one may be -1: the rest of the devices
-    c.mesh.trainer = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
+    # sizes of the mesh axes; one may be -1: the rest of the devices. data and fsdp split the rows of a batch, fsdp the
+    # parameters too, tensor heads and features, context (the trainer's) the tokens of a row
+    c.mesh = ml_collections.ConfigDict()
+    c.mesh.trainer = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1, "context": 1})
     c.mesh.sampler = ml_collections.ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
 
     c.evaluation = ml_collections.ConfigDict()

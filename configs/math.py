@@ -150,6 +150,7 @@ def _areal(path: str) -> ml_collections.ConfigDict:
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-5
     c.optimizer.weight_decay = 0.05
+    c.optimizer.vocabulary_weight_decay = 0.05
     c.evaluation.every_steps = 25
     c.data.heldout_problems = 500
     return c

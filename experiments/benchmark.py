@@ -4,6 +4,7 @@
     python -m experiments.benchmark generate --n-eos 64 --requests 128    # lengths with a long tail
     python -m experiments.benchmark train
     python -m experiments.benchmark packing                  # long-tailed lengths: padded, by number, by token budget
+    python -m experiments.benchmark memory                   # of an update of the 135M shape on 8,192 tokens
     python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
     python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
 
@@ -32,7 +33,7 @@ import optax
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import packing
-from areal_jax.models.transformer import Model, TransformerConfig, build_model
+from areal_jax.models.transformer import REMAT, Model, TransformerConfig, build_model
 from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.rollout.blocks import Paging
 from areal_jax.rollout.engine import Completion, Engine
@@ -141,6 +142,28 @@ def packing_ways(options: argparse.Namespace) -> dict[str, Any]:
         "reps": options.reps,
         **workload(options),
     }
+
+
+def memory(options: argparse.Namespace) -> dict[str, Any]:
+    """What XLA reserves for an update of one row of --prompt + --new tokens, by rematerialisation and with the logits
+    of the whole row at once or of a chunk; compiles and runs nothing."""
+    length, found = options.prompt + options.new, {}
+    batch, _ = packing.pack([], packing.PackingConfig(length, 1, length), 1)
+    ways = [("none", False), *((remat, True) for remat in REMAT)]
+    for remat, scan in ways:
+        for logits, chunk in (("whole", length), ("chunks", options.logprob_chunk)):
+            model = make_model(options.config, remat=remat, scan_layers=scan)
+            name = f"{'scanned' if scan else 'unrolled'}, remat {remat}, logits {logits}"
+            step = train_step.StepConfig(resolve(LossConfig("ppo")), diagnostics=False, logprob_chunk=chunk)
+            update = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), step, batch).update
+            sizes = update.memory_analysis()
+            state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            found[name] = {
+                "peak_mib": round((state + sizes.temp_size_in_bytes) / 2**20, 1),
+                "beside_the_state_mib": round(sizes.temp_size_in_bytes / 2**20, 1),
+            }
+            print(f"{name}: {found[name]}", flush=True)
+    return {"name": "areal_jax_memory", "found": found, "params": model.parameter_count(), **workload(options)}
 
 
 class Part(NamedTuple):
@@ -264,6 +287,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str,
     "generate": (generate, {}),
     "train": (train, {}),
     "packing": (packing_ways, {"new": 960, "requests": 64, "halvings": 2, "micro_batch_rows": 2, "reps": 3}),
+    "memory": (memory, {"config": "smol135", "new": 8128}),
     "cache": (
         cache,
         {"config": "pico", "batch": 16, "new": 8128, "n_eos": 2, "requests": 48, "cache_share": 0.4, "reps": 3},
@@ -294,8 +318,9 @@ def workload(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def make_model(name: str) -> Model:
-    return build_model(MODELS[name], sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
+def make_model(name: str, **changes: Any) -> Model:
+    config = dataclasses.replace(MODELS[name], **changes)
+    return build_model(config, sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
 
 
 def make_engine(model: Model, options: argparse.Namespace) -> Engine:

@@ -365,8 +365,27 @@ def test_a_checkpoint_keeps_the_critic_and_the_reference(tmp_path):
     assert checkpoints.versions() == [1]
 
 
-def test_a_loss_that_is_not_finite_is_refused():
-    samples = batch()
-    samples[0].behaviour_logprobs[-1] = np.nan
-    with pytest.raises(UserError, match="the loss is nan"):
-        step_metrics(learner(), samples)
+def test_an_update_that_is_not_finite_is_left_out_and_too_many_end_the_run(tmp_path):
+    c = default.get_config()
+    c.rollout.update({"max_prompt_length": 4, "max_response_length": 12, "group_size": 4})
+    c.trainer.update({"batch_prompts": 6, "row_length": 32, "micro_batch_rows": 4, "minibatches": 1})
+    c.optimizer.max_skipped = 1
+    made, bad = Learner(c, MODEL, dumps=tmp_path), batch()
+    bad[0].behaviour_logprobs[-1] = np.nan
+    state = made.init_state(fresh(0))
+    before = jax.device_get(state)
+    for _ in range(2):  # only what is skipped in a row counts
+        state, metrics = made.step(state, bad, VERSION)
+        assert metrics["optimizer/skipped_updates"] == 1
+        jax.tree.map(np.testing.assert_array_equal, before, state)
+        state, metrics = made.step(state, batch(), VERSION)
+        assert metrics["optimizer/skipped_updates"] == 0
+        assert not np.array_equal(before.params["embedding"], state.params["embedding"])
+        before = jax.device_get(state)
+    state, _ = made.step(state, bad, VERSION)
+    with pytest.raises(UserError, match=r"the loss is nan.*update 2 in a row.*nonfinite-\d+.npz"):
+        made.step(state, bad, VERSION)
+    (dump,) = tmp_path.iterdir()
+    with np.load(dump) as arrays:
+        assert np.isnan(arrays["behaviour_logprobs"]).sum() == 1
+        assert arrays["tokens"].shape == arrays["advantages"].shape

@@ -102,6 +102,16 @@ def test_state_is_counted_exactly_over_the_shards():
     on_first = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards if s.device.id == 0)
     assert made.items["parameters (float32)"] == on_first
     assert made.items["optimizer state (float32)"] == 2 * on_first
+    (gate,) = [line for line in made.layout if line.startswith("layers.*.mlp.gate")]
+    assert gate.split("  ")[-1].strip() == "2 x 32.0 KiB"
+    assert "128 x 256" in gate
+    assert "128: fsdp, 256: tensor" in gate
+    (odd,) = [line for line in made.layout if line.startswith("embedding")]
+    assert "17 x 128" in odd
+    assert "128: fsdp " in odd  # 17 tokens are not split over tensor 2
+    config.optimizer.first_moment_dtype = "bfloat16"
+    made = plan.make_plan(config, plan.Slice(4, plan.GIB, is_cpu=True), plan.Slice(1, plan.GIB, is_cpu=True))[0]
+    assert made.items["optimizer state (bfloat16, float32)"] == 1.5 * on_first
 
 
 def test_colocated_counts_the_trainers_model():

@@ -81,7 +81,7 @@ def test_when_one_process_of_a_sampler_dies_the_other_ends(tmp_path, victim):
         ("sampler", Cluster("host", 2, 0), "HOST:PORT"),
         ("sampler", Cluster("host:1", 2, 2), "process_id is 2"),
         ("sampler", Cluster("host:1", 1, 0), "set both, or neither"),
-        ("trainer", Cluster("host:1", 2, 0), "the trainer has one"),
+        ("", Cluster("host:1", 2, 0), "--role is not set"),
     ],
 )
 def test_what_does_not_go_together_is_refused(role, cluster, named):

@@ -31,10 +31,10 @@ def packed(row_length=32, rows=8, batch=BATCH, advantages=ADVANTAGES, halvings=0
     return found, layout.spread([a * t.loss_mask for a, t in zip(advantages, batch, strict=True)])
 
 
-def step(mesh_shape=(1, 1, 1), batch=None, optimizer=PLAIN, loss="decoupled_ppo", **options):
+def step(mesh_shape=(1,), batch=None, optimizer=PLAIN, loss="decoupled_ppo", **options):
     """(proximal log-probs, parameters after one update, sums), on the host."""
     devices = jax.devices()[: int(np.prod(mesh_shape))]
-    mesh = sharding.make_mesh(dict(zip(sharding.MESH_AXES, mesh_shape, strict=True)), devices)
+    mesh = sharding.make_mesh(dict(zip(sharding.MESH_AXES, mesh_shape, strict=False)), devices)
     model = tiny_model(mesh=mesh)
     batch, advantages = packed() if batch is None else batch
     halvings = int(np.max(batch.halvings))
@@ -68,7 +68,7 @@ def assert_steps_close(a, b, rtol=1e-5):
     assert_close(a[2], b[2], rtol, at_least=1.0)
 
 
-@pytest.mark.parametrize("mesh_shape", [(8, 1, 1), (2, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(8,), (2, 4), (2, 2, 2), (1, 1, 1, 2), (2, 1, 2, 2)])
 def test_every_mesh_equals_one_device(mesh_shape):
     assert_steps_close(step(mesh_shape), on_one_device())
 
@@ -91,7 +91,7 @@ def test_the_split_into_micro_batches_and_the_order_change_nothing():
         np.testing.assert_allclose(split[2][key], whole[2][key], rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2, 2), (2, 1, 1, 2)])
 def test_rows_that_are_cut_into_parts_change_nothing(mesh_shape):
     batch, advantages = packed(row_length=24, rows=4, halvings=1)
     assert set(batch.halvings[: int(batch.micro_batches)]) == {0, 1}
@@ -169,16 +169,38 @@ def test_the_staleness_of_a_token_is_that_of_its_own_version():
     np.testing.assert_array_equal(layout.gather(x.behaviour_logprobs)[0], mixed.behaviour_logprobs)
 
 
+def test_an_optimizer_state_in_the_hosts_memory_changes_nothing():
+    """What is kept between steps lies there, and a second step starts from it."""
+    model, optimizer = tiny_model(), make_optimizer(OptimizerConfig())
+    batch, advantages = packed()
+    found = {}
+    for offload in (False, True):
+        config = train_step.StepConfig(resolve(LossConfig("ppo")), offload=offload)
+        programs = train_step.compile_programs(model, optimizer, config, batch)
+        state = train_step.init_state(model.init_params(0), model, optimizer, offload=offload)
+        for step in (2, 3):
+            targets = train_step.place_targets(Targets(advantages), model)
+            version, rate = train_step.scalar(step, np.int32, model), train_step.scalar(0.1, np.float32, model)
+            rates = train_step.Rates(rate, rate)
+            state, _ = programs.update(state, train_step.place(batch, model), targets, version, rates)
+            (moments,) = [s for s in state.opt_state if isinstance(s, optax.ScaleByAdamState)]
+            kinds = {x.sharding.memory_kind for x in jax.tree.leaves((moments.mu, moments.nu))}
+            assert kinds == {"pinned_host" if offload else "device"}
+        found[offload] = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, found[True], found[False])
+
+
 def test_weight_decay_is_for_matrices_and_clipping_is_by_global_norm():
-    params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2)}
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))
+    params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2), "embedding": jnp.ones((2, 2))}
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5, vocabulary_weight_decay=0.25))
     state = optimizer.init(params)
     zero = jax.tree.map(jnp.zeros_like, params)
     direction, _ = optimizer.update(zero, state, params)
     np.testing.assert_allclose(direction["w"], -0.5)
     np.testing.assert_allclose(direction["scale"], 0)
+    np.testing.assert_allclose(direction["embedding"], -0.25)
     # Adam's first moment of a gradient of norm 10 clipped to norm 1 is (1 - b1) times a tenth of it
-    _, state = optimizer.update({"w": jnp.full((2, 2), 5.0), "scale": jnp.zeros(2)}, state, params)
+    _, state = optimizer.update(zero | {"w": jnp.full((2, 2), 5.0)}, state, params)
     (moments,) = [s for s in state if isinstance(s, optax.ScaleByAdamState)]
     np.testing.assert_allclose(moments.mu["w"], 0.1 * 0.5, rtol=1e-5)
 
@@ -189,6 +211,9 @@ def test_learning_rate_by_hand():
     assert learning_rate(9, 10, 1.0, 0.2, 2) == pytest.approx(0.2)
     assert learning_rate(4, 9, 1.0, 0.0, 0) == pytest.approx(0.5)
     assert learning_rate(0, 1, 1.0, 1.0, 0) == 1.0
+    assert learning_rate(3, 9, 1.0, 0.2, 1, "linear") == pytest.approx(0.2 + 0.8 * (1 - 2 / 7))
+    assert learning_rate(8, 9, 1.0, 0.2, 1, "linear") == pytest.approx(0.2)
+    assert [learning_rate(i, 9, 1.0, 0.2, 1, "constant") for i in (1, 8)] == [1.0, 1.0]
 
 
 def test_a_checkpoint_restores_state_and_books(tmp_path):

@@ -34,10 +34,10 @@ class Cluster:
             if address:
                 raise UserError(f"--coordinator_address is {address!r} and --num_processes 1: set both, or neither")
             return
-        if role != "sampler":
+        if not role:
             raise UserError(
-                f"--num_processes is {n} and --role {role!r}: a sampler may have several processes (--role=sampler), "
-                "the trainer has one"
+                f"--num_processes is {n} and --role is not set: start the processes of each role by hand, with "
+                "--role=trainer and --role=sampler"
             )
         if not (self.host and address.rpartition(":")[2].isdigit()):
             raise UserError(

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from areal_jax import sharding
 from areal_jax.models.attention import attend, attend_paged, decode_mask
 
-CACHE_AXES = ("batch", "kv_heads", "length", "head_dim")
-POOL_AXES = (None, "kv_heads", "length", "head_dim")
+CACHE_AXES = ("batch", "kv_heads", "keys", "head_dim")
+POOL_AXES = (None, "kv_heads", "keys", "head_dim")
 
 
 class LayerKV(NamedTuple):

@@ -110,6 +110,12 @@ class TransformerConfig:
     compute_dtype: str = "float32"
     remat: str = "none"
     """A name in REMAT: what the forward of a training step keeps for its backward."""
+    scan_layers: bool = False
+    """Whether the forward of a training step is a loop over the layers, which must be alike."""
+
+    def __post_init__(self) -> None:
+        if self.scan_layers and len(set(self.windows)) > 1:
+            raise ValueError(f"scan_layers is True and the layers' windows are {self.windows}: they must be alike")
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -210,8 +216,8 @@ class Attention(nnx.Module):
         frequencies = self.config.layer_rope(self.layer).frequencies(self.config.head_dim)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         q = sharding.constrain(q, self.mesh, ("batch", "length", "heads", "head_dim"))
-        k = sharding.constrain(k.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "length", "head_dim"))
-        v = sharding.constrain(v.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "length", "head_dim"))
+        k = sharding.constrain(k.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "keys", "head_dim"))
+        v = sharding.constrain(v.transpose(0, 2, 1, 3), self.mesh, ("batch", "kv_heads", "keys", "head_dim"))
         return q, k, v
 
     def merge(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -267,7 +273,8 @@ class Block(nnx.Module):
 
     def attend(self, q: Array, k: Array, v: Array, masks: dict[int, Bool[Array, "B T S"]]) -> Float[Array, "B T N H"]:
         """masks: by a layer's window."""
-        return attend(q, k, v, masks[self.config.window(self.layer)], self.scale)
+        shards = self.mesh.shape["context"] if self.mesh is not None else 1
+        return attend(q, k, v, masks[self.config.window(self.layer)], self.scale, shards)
 
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The next layer's input."""
@@ -300,11 +307,21 @@ class Transformer(nnx.Module):
             return layer.finish(x, layer.attend(*layer.project(x, positions), masks))
 
         policy = REMAT[self.config.remat]
+        keep = functools.partial(jax.checkpoint, policy=policy) if policy else (lambda f: f)
         x = self._embed(tokens)
+        if self.config.scan_layers:
+            return self.final_norm(self._scan(keep, run, x))
         for layer in self.layers:
-            one = functools.partial(run, layer)
-            x = (jax.checkpoint(one, policy=policy) if policy else one)(x)
+            x = keep(functools.partial(run, layer))(x)
         return self.final_norm(x)
+
+    def _scan(self, keep: Callable[..., Any], run: Callable[[Block, Array], Array], x: Array) -> Array:
+        """All layers, by a loop: one of them is compiled, and XLA on a CPU, which orders an unrolled backward with no
+        regard to memory, has to compute one layer's activations again at a time."""
+        graphs, states = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        one = keep(lambda x, state: (run(nnx.merge(graphs[0], state), x), None))
+        return jax.lax.scan(one, x, stacked)[0]
 
     def prefill(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]

@@ -17,7 +17,10 @@ REFERENCE = "reference"
 
 
 class Checkpoints:
-    """`<directory>/<version>/`; the newest two are kept. A write killed in the middle is never listed."""
+    """`<directory>/<version>/`; the newest two are kept. A write killed in the middle is never listed.
+
+    All processes of a trainer save and restore together; the books are process 0's.
+    """
 
     def __init__(self, directory: pathlib.Path):
         self._directory = directory.absolute()
@@ -34,8 +37,9 @@ class Checkpoints:
         path = self._directory / str(version)
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(_as_dict(state)), books=ocp.args.JsonSave(books))
         self._checkpointer.save(path, args=args, force=True)
-        for old in self.versions()[:-KEEP]:
-            shutil.rmtree(self._directory / str(old))
+        if jax.process_index() == 0:
+            for old in self.versions()[:-KEEP]:
+                shutil.rmtree(self._directory / str(old))
         return path
 
     def restore(self, version: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:

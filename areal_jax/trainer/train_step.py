@@ -55,6 +55,8 @@ class StepConfig:
     """False: only what the loss itself is made of is reported."""
     logprob_chunk: int = 0
     """Tokens whose logits a device has at once; 0: an eighth of a micro-batch's, from 128 to 4096."""
+    offload: bool = False
+    """Keep the optimizer's state in the host's memory between steps."""
     halvings: int = 0
     """The most that a batch's `halvings` may be; a step is compiled for every number of parts up to 2^halvings."""
 
@@ -114,14 +116,22 @@ class Before(NamedTuple):
 
 
 def init_state(
-    params: Params, model: Model, optimizer: optax.GradientTransformation, critic: Critic | None = None
+    params: Params,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    critic: Critic | None = None,
+    offload: bool = False,
 ) -> TrainState:
-    """Optimizer state beside its parameters, sharded like them."""
-    opt_state = _init(optimizer, params, model.abstract_params, model)
+    """Optimizer state beside its parameters, sharded like them; offload as in StepConfig."""
+
+    def begin(params: Params, like: Params) -> Any:
+        return jax.jit(optimizer.init, out_shardings=_opt_shardings(optimizer, like, model, offload))(params)
+
+    opt_state = begin(params, model.abstract_params)
     if critic is None:
         return TrainState(params, opt_state)
     critic_params = critic.init_params(params)
-    critic_opt = _init(optimizer, critic_params, critic.abstract_params, model)
+    critic_opt = begin(critic_params, critic.abstract_params)
     return TrainState(params, opt_state, CriticState(critic_params, critic_opt))
 
 
@@ -137,29 +147,32 @@ def compile_programs(
     def step(state: TrainState, b: TrainBatch, t: Targets, version: Array, rates: Rates) -> tuple[TrainState, Any]:
         return update(model, critic, optimizer, config, state, b, t, version, rates)
 
+    def moments(like: Params) -> Any:
+        shardings = _opt_shardings(optimizer, like, model, config.offload)
+        return jax.tree.map(_abstract, jax.eval_shape(optimizer.init, like), shardings)
+
     params = model.abstract_params
-    state = TrainState(params, _abstract_opt_state(optimizer, params, model))
+    state = TrainState(params, moments(params))
     if critic is not None:
         values = critic.abstract_params
-        state = dataclasses.replace(state, critic=CriticState(values, _abstract_opt_state(optimizer, values, model)))
+        state = dataclasses.replace(state, critic=CriticState(values, moments(values)))
     placed = jax.tree.map(_abstract, batch, batch_shardings(model))
     targets = _abstract_targets(config, batch, model, critic)
-    version, rate = (
-        jax.ShapeDtypeStruct((), t, sharding=sharding.replicated(model.mesh)) for t in (jnp.int32, jnp.float32)
-    )
+    everywhere = sharding.replicated(model.mesh)
+    version, rate = (jax.ShapeDtypeStruct((), t, sharding=everywhere) for t in (jnp.int32, jnp.float32))
     before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b))
     logprobs = jax.jit(lambda p, b: batch_logprobs(model, config, p, b))
     return Programs(
         before=before.lower(state, placed).compile(),
         logprobs=logprobs.lower(params, placed).compile() if config.with_reference else None,
-        update=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), None))
+        update=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), everywhere))
         .lower(state, placed, targets, version, Rates(rate, rate))
         .compile(),
     )
 
 
 def batch_shardings(model: Model) -> TrainBatch:
-    """Rows over the data and fsdp axes; everything else whole."""
+    """Rows over the data and fsdp axes, their tokens over context; everything else whole."""
     rows = rows_sharding(model)
     fields = [f.name for f in dataclasses.fields(TrainBatch)]
     return TrainBatch(*[rows if f not in WHOLE else sharding.replicated(model.mesh) for f in fields])
@@ -167,22 +180,22 @@ def batch_shardings(model: Model) -> TrainBatch:
 
 def rows_sharding(model: Model) -> jax.sharding.NamedSharding:
     """Of an array [M, R, L]."""
-    return sharding.named(model.mesh, (None, "batch", None))
+    return sharding.named(model.mesh, (None, "batch", "length"))
 
 
 def place(batch: TrainBatch, model: Model) -> TrainBatch:
     """Moves a packed batch to the mesh."""
-    return jax.device_put(batch, batch_shardings(model))
+    return sharding.place(batch, batch_shardings(model))
 
 
 def place_targets(targets: Targets, model: Model) -> Targets:
     """Moves targets to the mesh; those that are there already stay."""
-    return jax.tree.map(lambda x: jax.device_put(x, rows_sharding(model)), targets)
+    return jax.tree.map(lambda x: sharding.place(x, rows_sharding(model)), targets)
 
 
 def scalar(value: float, dtype: Any, model: Model) -> Array:
     """A replicated scalar argument of a compiled step."""
-    return jax.device_put(np.asarray(value, dtype), sharding.replicated(model.mesh))
+    return sharding.place(np.asarray(value, dtype), sharding.replicated(model.mesh))
 
 
 def needs(config: StepConfig, critic: Critic | None) -> tuple[bool, bool]:
@@ -239,7 +252,10 @@ def update(
     version: Array,
     rates: Rates,
 ) -> tuple[TrainState, diagnostics.Sums]:
-    """One optimiser update over a packed minibatch; returns the new state and the sums for the metrics."""
+    """One optimiser update over a packed minibatch; returns the new state and the sums for the metrics.
+
+    Where the loss or a gradient is not finite the state stays as it was, and sums["skipped"] is 1.
+    """
     critic_params = None if state.critic is None else state.critic.params
     statistic = _statistic(model, config, state.params, batch, targets, version)
 
@@ -292,14 +308,33 @@ def update(
     if config.scale_by_ess:
         scale = corrections.step_scale(sums.pop("step_sample"))
         rate, sums = rate * scale, sums | {"min_step_scale": scale}
-    params, opt_state = _descend(optimizer, policy_grads, state.opt_state, state.params, rate)
-    sums |= {"max_grad_norm": optax.tree.norm(policy_grads)}
-    if state.critic is None:
-        return TrainState(params, opt_state), sums
-    values = _descend(optimizer, critic_grads, state.critic.opt_state, state.critic.params, rates.critic)
-    return TrainState(params, opt_state, CriticState(*values)), sums | {
-        "max_critic_grad_norm": optax.tree.norm(critic_grads)
-    }
+    state = _on_device(state, model, critic, optimizer) if config.offload else state
+    norms = {"max_grad_norm": optax.tree.norm(policy_grads)}
+    if state.critic is not None:
+        norms["max_critic_grad_norm"] = optax.tree.norm(critic_grads)
+
+    def descend(state: TrainState) -> TrainState:
+        after = TrainState(*_descend(optimizer, policy_grads, state.opt_state, state.params, rate))
+        if state.critic is None:
+            return after
+        values = _descend(optimizer, critic_grads, state.critic.opt_state, state.critic.params, rates.critic)
+        return dataclasses.replace(after, critic=CriticState(*values))
+
+    finite = jnp.all(jnp.isfinite(jnp.stack([sums["objective"], *norms.values()])))
+    after = jax.lax.cond(finite, descend, lambda state: state, state)
+    return after, sums | norms | {"skipped": 1 - finite.astype(jnp.int32)}
+
+
+def _on_device(
+    state: TrainState, model: Model, critic: Critic | None, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """With the optimizers' states brought back from the host's memory."""
+    moved = jax.device_put(state.opt_state, _opt_shardings(optimizer, model.abstract_params, model))
+    state = dataclasses.replace(state, opt_state=moved)
+    if state.critic is None or critic is None:
+        return state
+    moved = jax.device_put(state.critic.opt_state, _opt_shardings(optimizer, critic.abstract_params, model))
+    return dataclasses.replace(state, critic=CriticState(state.critic.params, moved))
 
 
 def token_inputs(micro: TrainBatch, target: Targets, logprobs: Array, version: Array, statistic: Array) -> TokenInputs:
@@ -390,19 +425,12 @@ def _abstract_targets(config: StepConfig, batch: TrainBatch, model: Model, criti
     )
 
 
-def _init(optimizer: optax.GradientTransformation, params: Params, abstract: Params, model: Model) -> Any:
-    return jax.jit(optimizer.init, out_shardings=_opt_shardings(optimizer, abstract, model))(params)
-
-
-def _abstract_opt_state(optimizer: optax.GradientTransformation, params: Params, model: Model) -> Any:
-    return jax.tree.map(_abstract, jax.eval_shape(optimizer.init, params), _opt_shardings(optimizer, params, model))
-
-
-def _opt_shardings(optimizer: optax.GradientTransformation, params: Params, model: Model) -> Any:
-    """Shardings of the optimizer state: moments like their parameters, counters replicated."""
+def _opt_shardings(optimizer: optax.GradientTransformation, params: Params, model: Model, offload: bool = False) -> Any:
+    """Shardings of the optimizer state: moments like their parameters (in the host's memory: offload), counters
+    replicated."""
     return optax.tree_map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda _, param: param.sharding.with_memory_kind("pinned_host" if offload else "device"),
         jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda _: sharding.replicated(model.mesh),

@@ -1,13 +1,16 @@
-"""From process 0 of a sampler group to the others: the trainer's replies, and which weights are taken up when.
+"""From process 0 of a role to the others.
 
-Every process of a group runs the same programs on the same mesh, so all must decide alike, turn by turn. What they
-decide follows from the replies and from when weights have been read; process 0 has both, and the others get them from
-it over ZeroMQ: on the host, so that nothing waits for the device.
+Every process of a role runs the same programs on the same mesh, so all must decide alike. A sampler's decisions follow
+from the trainer's replies and from when weights have been read, a trainer's from the batches; process 0 has these, and
+the others get them from it over ZeroMQ: on the host, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +20,7 @@ from jax.experimental import multihost_utils
 from areal_jax.transport import messages
 from areal_jax.transport.messages import Limits, Reply, Report
 from areal_jax.transport.trajectories import Link
+from areal_jax.types import Trajectory
 
 END = b""
 """Sent by process 0 when it ends."""
@@ -57,7 +61,7 @@ class Broadcast:
         self._sequence += 1
         number, data = self._socket.recv_multipart()
         if data == END:
-            raise ConnectionError("process 0 of this sampler group has ended; its log says why")
+            raise ConnectionError("process 0 has ended; its log says why")
         if int(number) != self._sequence:
             raise ConnectionError(f"message {self._sequence} of process 0 was lost: {int(number)} came; start it again")
         return data
@@ -71,8 +75,31 @@ class Broadcast:
         others = jax.process_count() - 1
         for found in range(others):
             if not self._socket.poll(timeout=max(0, int(1000 * (deadline - time.monotonic())))):
-                raise ConnectionError(f"{others - found} of {others} processes of this sampler group have not come")
+                raise ConnectionError(f"{others - found} of {others} processes have not come")
             self._socket.recv()  # a subscription
+
+
+def agree(broadcast: Broadcast | None, value: Any) -> Any:
+    """Process 0's value, which JSON must be able to carry, in all processes; None is a single process."""
+    if broadcast is None:
+        return value
+    if broadcast.leads:
+        broadcast.send(json.dumps(value).encode())
+        return value
+    return json.loads(broadcast.receive())
+
+
+def share_batch(broadcast: Broadcast | None, batch: Sequence[Trajectory]) -> None:
+    """From process 0, for `receive_batch`."""
+    if broadcast is None:
+        return
+    agree(broadcast, len(batch))
+    for trajectory in batch:
+        broadcast.send(messages.encode(trajectory))
+
+
+def receive_batch(broadcast: Broadcast, limits: Limits) -> list[Trajectory]:
+    return [messages.decode_trajectory(broadcast.receive(), limits) for _ in range(agree(broadcast, None))]
 
 
 class LeadingLink:

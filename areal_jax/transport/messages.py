@@ -86,7 +86,7 @@ class Reply:
     stop: bool
 
 
-def encode(message: Report | Reply) -> bytes:
+def encode(message: Report | Reply | Trajectory) -> bytes:
     return msgpack.packb(dataclasses.asdict(message), default=_encode_array)
 
 
@@ -117,6 +117,14 @@ def decode_reply(data: bytes, limits: Limits) -> Reply:
         raise ProtocolError(f"malformed reply: {error}") from error
     _require_types(reply)
     return reply
+
+
+def decode_trajectory(data: bytes, limits: Limits) -> Trajectory:
+    """Raises ProtocolError."""
+    try:
+        return _trajectory(_unpack(data, limits), limits)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ProtocolError(f"malformed trajectory: {error}") from error
 
 
 def _unpack(data: bytes, limits: Limits) -> dict[str, Any]:
