@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,19 +23,18 @@ def free_address():
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
+def start(module, arguments):
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
 def start_samplers(directory, processes, axis="tensor", reports=80):
     model, channel = tiny_model(), OrbaxChannel(directory / "weights")
     for version in range(3):
         channel.publish(PolicySnapshot(version, model.init_params(version)))
     address = free_address()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sampler_process", address, str(processes), str(i), axis,
-             str(directory), str(reports)],
-            cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(processes)
-    ]  # fmt: skip
+    arguments = [[address, str(processes), str(i), axis, str(directory), str(reports)] for i in range(processes)]
+    return [start("tests.sampler_process", a) for a in arguments]
 
 
 def ended(processes):
@@ -72,6 +72,42 @@ def test_when_one_process_of_a_sampler_dies_the_other_ends(tmp_path, victim):
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_trainer_of_two_processes_takes_the_steps_that_one_takes(tmp_path):
+    """With a critic, whose values are gathered from all processes, and a reference."""
+    found, metrics = {}, {}
+    for n in (1, 2):
+        directory, address = tmp_path / str(n), free_address()
+        directory.mkdir()
+        arguments = [[address, str(n), str(i), str(directory)] for i in range(n)]
+        for code, said in ended([start("tests.trainer_process", a) for a in arguments]):
+            assert code == 0, said
+        model = tiny_model()
+        found[n] = [OrbaxChannel(directory / "weights").load(v, model.abstract_params).params for v in (1, 2)]
+        metrics[n] = json.loads((directory / "metrics.json").read_text())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found[2], found[1])
+    assert metrics[2] == [pytest.approx(m, rel=1e-4, abs=1e-5) for m in metrics[1]]
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), *found[2])
+    assert any(jax.tree.leaves(changed))
+
+
+def test_a_run_with_two_processes_for_each_role(tmp_path):
+    port = free_address().rpartition(":")[2]
+    common = ["--config=tests/small_config.py", f"--config.workdir={tmp_path / 'run'}"]
+    common += [f"--config.data.cache_dir={tmp_path / 'cache'}", "--config.mesh.trainer.data=1"]
+    common += ["--config.mesh.trainer.fsdp=2", "--config.mesh.sampler.tensor=2", "--config.mesh.sampler.data=1"]
+    roles = {"trainer": f"--config.transport.port={port}"}
+    roles["sampler"] = f"--config.transport.address=tcp://127.0.0.1:{port}"
+    processes = []
+    for role, where in roles.items():
+        cluster = [f"--role={role}", f"--coordinator_address={free_address()}", "--num_processes=2"]
+        processes += [start("areal_jax.main", [*common, where, *cluster, f"--process_id={i}"]) for i in range(2)]
+    for code, said in ended(processes):
+        assert code == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ledger"]["trained"] == 3 * 16
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "3"]
 
 
 @pytest.mark.parametrize(
