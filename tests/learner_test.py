@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax import sharding
+from areal_jax.compiles import CompileCounter
 from areal_jax.learner import Learner
 from areal_jax.rl import diagnostics
 from areal_jax.rl.advantages import AdvantageConfig, estimate, group_norm
@@ -363,6 +364,23 @@ def test_a_checkpoint_keeps_the_critic_and_the_reference(tmp_path):
     kept = checkpoints.save_reference(state.params)
     jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_reference(made.model.abstract_params), kept)
     assert checkpoints.versions() == [1]
+
+
+def test_nothing_compiles_after_the_first_step_whatever_the_lengths():
+    c = default.get_config()
+    c.rollout.update({"max_prompt_length": 4, "max_response_length": 12, "group_size": 4})
+    c.trainer.update({"batch_prompts": 6, "row_length": 32, "micro_batch_rows": 4, "row_halvings": 1})
+    made, counter = Learner(c, MODEL), CompileCounter()
+    state, rng, shapes = made.init_state(fresh(0)), np.random.default_rng(0), set()
+    for version in range(51):
+        most = int(rng.integers(2, 13))
+        samples = [trajectory(i, int(rng.integers(1, 5)), int(rng.integers(1, most + 1)), rng) for i in range(24)]
+        state, metrics = made.step(state, samples, version)
+        shapes.add(metrics["packing/efficiency"])
+        if version == 0:
+            counter.warm()
+    assert counter.after_warmup == 0
+    assert len(shapes) > 40
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_too_many_end_the_run(tmp_path):

@@ -107,6 +107,7 @@ def test_a_run_with_two_processes_for_each_role(tmp_path):
         assert code == 0, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ledger"]["trained"] == 3 * 16
+    assert summary["compiles_after_warmup"] == 0
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "3"]
 
 

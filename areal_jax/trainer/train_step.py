@@ -160,8 +160,9 @@ def compile_programs(
     targets = _abstract_targets(config, batch, model, critic)
     everywhere = sharding.replicated(model.mesh)
     version, rate = (jax.ShapeDtypeStruct((), t, sharding=everywhere) for t in (jnp.int32, jnp.float32))
-    before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b))
-    logprobs = jax.jit(lambda p, b: batch_logprobs(model, config, p, b))
+    rows = rows_sharding(model)  # as the targets that they become: no other layout is to be converted
+    before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b), out_shardings=rows)
+    logprobs = jax.jit(lambda p, b: batch_logprobs(model, config, p, b), out_shardings=rows)
     return Programs(
         before=before.lower(state, placed).compile(),
         logprobs=logprobs.lower(params, placed).compile() if config.with_reference else None,
