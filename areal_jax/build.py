@@ -125,6 +125,11 @@ def model_on(
                 f"mesh.{role}.tensor is {tensor} and does not divide the model's {name} = {size}: choose one that does"
             )
     t = config.trainer
+    if role == "trainer" and t.row_length % (mesh.shape["context"] << t.row_halvings):
+        raise UserError(
+            f"trainer.row_length is {t.row_length}, and the mesh's context is {mesh.shape['context']} and "
+            f"trainer.row_halvings {t.row_halvings}: make it a multiple of context x 2^row_halvings"
+        )
     if t.scan_layers and len(set(model_config.windows)) > 1:
         raise UserError(
             f"trainer.scan_layers is True and {config.model.path} has layers with and without a sliding window: only "

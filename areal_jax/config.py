@@ -233,9 +233,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
         f"= {longest} tokens, and trainer.row_length is {trainer.row_length}: raise it to {longest} or shorten them",
     )
     _require(
-        trainer.row_length % (max(1, config.mesh.trainer.context) << trainer.row_halvings) == 0,
-        f"mesh.trainer.context is {config.mesh.trainer.context}, trainer.row_length {trainer.row_length} and "
-        f"trainer.row_halvings {trainer.row_halvings}: make row_length a multiple of context x 2^row_halvings",
+        trainer.row_length % (1 << trainer.row_halvings) == 0,
+        f"trainer.row_length is {trainer.row_length} and trainer.row_halvings {trainer.row_halvings}: rows cannot be "
+        f"cut into {1 << trainer.row_halvings} equal parts; make row_length a multiple of that",
     )
     _require(
         rollout.cache == "dense" or not rollout.cache_tokens or rollout.cache_tokens >= longest + rollout.block_size,

@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
             "\ninterrupted; the same command with the same --config.workdir goes on from its last checkpoint",
             file=sys.stderr,
         )
+        cluster.leave_failed(130)
         return 130
     except Exception as error:  # top of the process
         traceback_text = traceback.format_exc()

@@ -168,6 +168,10 @@ READ_WHEN: dict[str, ReadWhen] = {
         f"rollout.{key}": (lambda c: c.rollout.cache == "paged", "with rollout.cache 'paged'")
         for key in ("cache_tokens", "block_size")
     },
+    "optimizer.final_learning_rate": (
+        lambda c: c.optimizer.schedule != "constant",
+        "with optimizer.schedule 'cosine' or 'linear'",
+    ),
     "rollout.max_refills": (lambda c: c.rollout.zero_variance_groups == "refill", "with zero_variance_groups 'refill'"),
 }
 """key -> whether a config reads it, and when that is. An override that is not read is refused."""

@@ -124,7 +124,7 @@ def report(plans: list[RolePlan], share_devices: bool) -> str:
 
 
 REMEDIES = {
-    "trainer": "Shard it over more devices (mesh.trainer.fsdp, tensor), shorten trainer.row_length, lower "
+    "trainer": "Shard it over more devices (mesh.trainer.fsdp, tensor, context), shorten trainer.row_length, lower "
     "trainer.micro_batch_rows, or set trainer.remat='full'",
     "sampler": "Shard it over more devices (mesh.sampler.tensor), lower rollout.slots, or shorten "
     "rollout.max_response_length",
@@ -137,9 +137,9 @@ def _model(config: ml_collections.ConfigDict, role: str, model_config: Transform
     return build.model_on(cast(Mesh, mesh), config, role, model_config, on_cpu=devices.is_cpu)
 
 
-def _state_bytes(model: Model) -> int:
-    """Of the parameters, on one device."""
-    leaves = jax.tree.leaves(model.abstract_params)
+def _state_bytes(model: Model, part: str = "") -> int:
+    """Of the parameters, or of a part of them, on one device."""
+    leaves = jax.tree.leaves(model.abstract_params[part] if part else model.abstract_params)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
@@ -173,10 +173,12 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         "parameters (float32)": state,
         f"optimizer state ({kept})": (6 if kept == "bfloat16, float32" else 8) * state // 4,
         "gradients (sum and micro-batch, float32)": 2 * state,
-        "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]),
+        "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]) // shape["context"],
         "logits of a chunk of tokens": rows * columns * vocabulary * LOGIT_BYTES,
         "output layer's gradient of a chunk": 4 * model.config.d_model * vocabulary,
     }
+    if config.trainer.scan_layers:
+        items["layers' parameters side by side, for the loop"] = _state_bytes(model, "layers")
     if config.loss.kl_coefficient or config.reward.kl_coefficient:
         items["reference's parameters (float32)"] = state
     critic = build_critic(model, config.critic.kind)

@@ -17,6 +17,7 @@ import ml_collections
 
 from areal_jax import build, objective, warm_start
 from areal_jax.compiles import CompileCounter
+from areal_jax.config import flatten
 from areal_jax.data import arithmetic
 from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
 from areal_jax.data.sources import Source
@@ -33,7 +34,7 @@ from areal_jax.rollout.programs import Program
 from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.train_step import TrainState
-from areal_jax.transport.broadcast import Broadcast, agree, receive_batch, share_batch
+from areal_jax.transport.broadcast import Broadcast, agree, receive_batch, require_same, share_batch
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
 from areal_jax.types import Params, PolicySnapshot, Trajectory, UserError
@@ -50,6 +51,7 @@ def run(
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
     broadcast = Broadcast(host) if jax.process_count() > 1 else None
+    require_same(broadcast, flatten(config))
     if broadcast is not None and not broadcast.leads:
         _follow(config, workdir, broadcast)
         return {}
@@ -275,7 +277,9 @@ def _warm_start(
         emit({"kind": "progress", "stage": stage, "done": done, "total": total, **metrics})
 
     def make() -> warm_start.WarmStart:
-        return warm_start.warm_start(stages, model, parts.program, parts.grader, data, progress)
+        return warm_start.warm_start(
+            stages, model, parts.program, parts.grader, data, progress, functools.partial(agree, broadcast)
+        )
 
     emit({"kind": "stage", "text": "warm start: supervised stages"})
     if not use_cache:
@@ -291,6 +295,11 @@ def _warm_start(
         "dtype": model.config.compute_dtype,
         "data_version": arithmetic.VERSION,
     }
+    if broadcast is not None and not config.data.cache_dir:
+        raise UserError(
+            "warm_start.use_cache is True, the trainer has several processes and data.cache_dir is '': name a "
+            "directory that all of them see, or set warm_start.use_cache=False"
+        )
     directory = build.cache_dir(config) / "warm_start"
     result = warm_start.cached_warm_start(key, directory, model, make, functools.partial(agree, broadcast))
     if result.cached:

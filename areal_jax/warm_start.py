@@ -81,9 +81,15 @@ class Data:
 
 
 def warm_start(
-    config: WarmStartConfig, model: Model, program: Program, grader: Grader, data: Data, progress: Progress
+    config: WarmStartConfig,
+    model: Model,
+    program: Program,
+    grader: Grader,
+    data: Data,
+    progress: Progress,
+    agree: Callable[[Any], Any] = lambda value: value,
 ) -> WarmStart:
-    """Runs both stages from fresh parameters."""
+    """Runs both stages from fresh parameters. agree: as in `cached_warm_start`."""
     shards = sharding.row_shards(model.mesh)
     packer = packing.PackingConfig(
         config.row_length, -(-config.rows // shards) * shards, config.max_prompt_length + config.max_response_length
@@ -106,8 +112,11 @@ def warm_start(
         state, sums = programs.update(state, batch, targets, version, train_step.Rates(rate_array, rate_array))
         host = jax.device_get(sums)
         loss = float(host["objective"] / host["denominator"])
-        if not np.isfinite(loss):
-            raise UserError(f"the warm start's loss is {loss}: lower warm_start.skill_learning_rate")
+        if host["skipped"] or not np.isfinite(loss):
+            raise UserError(
+                f"the warm start's loss is {loss} and its gradient norm {host['max_grad_norm']}: lower "
+                "warm_start.skill_learning_rate"
+            )
         return state, {"loss": loss}
 
     def measure(state: train_step.TrainState) -> float:
@@ -121,7 +130,7 @@ def warm_start(
         state, metrics = run(state, config.skill_learning_rate, 0.0)
         updates += 1
         if updates % config.check_every == 0 or updates == config.skill_updates:
-            reached = measure(state)
+            reached = agree(measure(state))
             progress("skill", updates, config.skill_updates, metrics | {"validation_accuracy": reached})
     state = train_step.init_state(state.params, model, optimizer)
     for update in range(config.habit_updates):

@@ -49,7 +49,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.data.shots = 0  # few_shot, chat: solved examples, the first ones of the training split, >= 0
     c.data.shot_format = " {answer}\n\n"  # text after an example's question: {answer}, {solution}
     c.data.overlong = "refuse"  # refuse | skip: prompts of more than rollout.max_prompt_length tokens
-    c.data.cache_dir = ""  # for generated data and warm starts; '' is ~/.cache/areal_jax
+    # for generated data and warm starts; '' is ~/.cache/areal_jax. All processes of a trainer must see it
+    c.data.cache_dir = ""
     c.data.heldout_problems = 600  # problems that evaluations use, >= 1
 
     c.warm_start = ml_collections.ConfigDict()  # the supervised stages before RL

@@ -221,6 +221,7 @@ def test_scanned_layers_give_the_same_and_keep_rematerialisation_from_holding_al
     for other in found[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(a).max()), found[0], other)
     assert reserved[1] < reserved[0] / 3
+    assert reserved[1] < reserved[2] < reserved[0]
     with pytest.raises(ValueError, match="windows are"):
         dataclasses.replace(TINY, windows=(4, 0), scan_layers=True)
 

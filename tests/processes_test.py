@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from areal_jax.launch.cluster import Cluster
+from areal_jax.transport.broadcast import Channel
 from areal_jax.transport.weights import OrbaxChannel
 from areal_jax.types import PolicySnapshot, UserError
 from tests.helpers import ROOT, environment, tiny_model, wait_until
@@ -41,6 +42,41 @@ def ended(processes):
     """The exit code and what was said, of each."""
     said = [p.communicate(timeout=120)[1] for p in processes]
     return [(p.returncode, text) for p, text in zip(processes, said, strict=True)]
+
+
+def test_a_channel_waits_for_all_its_receivers_and_notices_one_that_goes():
+    sender, others = Channel("127.0.0.1"), [Channel(None) for _ in range(3)]
+    for other in others[:2]:
+        other.connect("127.0.0.1", sender.port)
+    with pytest.raises(ConnectionError, match="1 of 3 processes have not come"):
+        sender.await_others(3, timeout_seconds=1.0)
+    others[2].connect("127.0.0.1", sender.port)
+    sender.await_others(1, timeout_seconds=20.0)
+    for data in (b"one", b"two"):
+        sender.send(data)
+    assert [[other.receive() for _ in range(2)] for other in others] == [[b"one", b"two"]] * 3
+    others[0].close()
+
+    def lost():
+        try:
+            sender.send(b"three")
+        except ConnectionError:
+            return True
+        return False
+
+    assert wait_until(lost, seconds=20.0)
+    sender.close()
+    heard = []
+
+    def hear_the_rest():
+        while True:
+            heard.append(others[1].receive())
+
+    with pytest.raises(ConnectionError, match="process 0 has ended"):
+        hear_the_rest()
+    assert set(heard) <= {b"three"}
+    others[1].close()
+    others[2].close()
 
 
 @pytest.mark.parametrize("axis", ["data", "tensor"])
@@ -90,6 +126,18 @@ def test_a_trainer_of_two_processes_takes_the_steps_that_one_takes(tmp_path):
     assert metrics[2] == [pytest.approx(m, rel=1e-4, abs=1e-5) for m in metrics[1]]
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), *found[2])
     assert any(jax.tree.leaves(changed))
+
+
+def test_processes_with_different_configs_are_refused(tmp_path):
+    common = ["--config=tests/small_config.py", f"--config.workdir={tmp_path / 'run'}", "--role=trainer"]
+    common += [f"--config.data.cache_dir={tmp_path}", f"--coordinator_address={free_address()}", "--num_processes=2"]
+    common += ["--config.mesh.trainer.data=2"]
+    rates = ["--config.optimizer.learning_rate=1e-3", "--config.optimizer.learning_rate=1e-4"]
+    arguments = [[*common, rate, f"--process_id={i}"] for i, rate in enumerate(rates)]
+    (code, _), (other, said) = ended([start("areal_jax.main", a) for a in arguments])
+    assert code != 0
+    assert other == 1
+    assert "optimizer.learning_rate is 0.0001 here and 0.001 in process 0" in said
 
 
 def test_a_run_with_two_processes_for_each_role(tmp_path):

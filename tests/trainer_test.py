@@ -101,6 +101,20 @@ def test_rows_that_are_cut_into_parts_change_nothing(mesh_shape):
     np.testing.assert_allclose(cut[2]["loss"], whole[2]["loss"], rtol=1e-5)
 
 
+def test_more_sequences_than_a_part_has_tokens_keep_their_sums():
+    """Segments count from 1 in each part: 24 sequences of 4 tokens, in parts of 8."""
+    rng = np.random.default_rng(0)
+    short = [trajectory(i, 1, 3, rng) for i in range(24)]
+    found = []
+    for halvings in (0, 3):
+        batch, advantages = packed(row_length=64, rows=2, batch=short, halvings=halvings)
+        assert int(batch.halvings[0]) == halvings
+        assert int(batch.segment_ids.max()) > 8
+        found.append(step(batch=(batch, advantages), aggregation="seq_mean_token_mean"))
+    assert_close(found[1][1], found[0][1])
+    np.testing.assert_allclose(found[1][2]["objective"], found[0][2]["objective"], rtol=1e-5)
+
+
 def test_the_gradient_equals_that_of_separate_padded_sequences():
     """No packing, no loop: one row a sequence, plain autodiff of the mean over tokens."""
     model = tiny_model()
@@ -191,13 +205,14 @@ def test_an_optimizer_state_in_the_hosts_memory_changes_nothing():
 
 
 def test_weight_decay_is_for_matrices_and_clipping_is_by_global_norm():
-    params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2), "embedding": jnp.ones((2, 2))}
+    params = {"w": jnp.ones((2, 2)), "scale": jnp.ones(2), "embedding": jnp.ones((2, 2)), "q_bias": jnp.ones((2, 2))}
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5, vocabulary_weight_decay=0.25))
     state = optimizer.init(params)
     zero = jax.tree.map(jnp.zeros_like, params)
     direction, _ = optimizer.update(zero, state, params)
     np.testing.assert_allclose(direction["w"], -0.5)
     np.testing.assert_allclose(direction["scale"], 0)
+    np.testing.assert_allclose(direction["q_bias"], 0)
     np.testing.assert_allclose(direction["embedding"], -0.25)
     # Adam's first moment of a gradient of norm 10 clipped to norm 1 is (1 - b1) times a tenth of it
     _, state = optimizer.update(zero | {"w": jnp.full((2, 2), 5.0)}, state, params)

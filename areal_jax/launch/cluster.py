@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 
 import jax
@@ -52,16 +53,17 @@ class Cluster:
             return
         try:
             jax.distributed.initialize(self.coordinator_address, self.num_processes, self.process_id)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which jax.distributed would swallow
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"process {self.process_id} of {self.num_processes} found no cluster at {self.coordinator_address}: "
                 f"{error}"
             ) from error
 
-    def leave_failed(self) -> None:
+    def leave_failed(self, code: int = 1) -> None:
         """Ends a process that has failed at once, without waiting for the others at jax's exit: they see it go, and
         end too."""
         if self.num_processes > 1:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(code)

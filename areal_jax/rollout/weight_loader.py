@@ -63,6 +63,8 @@ class WeightLoader:
         version, snapshot = self._version, self._reading.result()
         if state == READ and snapshot is None:
             raise VersionGone(f"policy version {version} is gone, and process 0 has taken it up")
+        if self._broadcast is not None:
+            self._broadcast.meet("weights")  # until all have read them, process 0 reports them as being read
         self._reading = self._version = None
         return version, None if state == GONE else snapshot
 

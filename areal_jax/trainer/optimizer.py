@@ -17,7 +17,7 @@ SCHEDULES = {
 """name -> share of the way from the final rate to the peak, at a progress from 0 to 1 after the warm-up."""
 
 VOCABULARY = ("embedding", "head")
-"""The parameters with a row for each token."""
+"""The matrices with a row or a column for each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,13 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     The update is a descent direction of unit learning rate: the train step multiplies it by the step's rate.
     """
 
+    def is_matrix(name: str, p: Any) -> bool:
+        return bool(p.ndim >= 2 and not name.endswith("_bias"))  # those of heads have two axes
+
     def matrices(of_vocabulary: bool) -> Any:
         def mask(params: optax.Params) -> optax.Params:
             return jax.tree_util.tree_map_with_path(
-                lambda path, p: p.ndim >= 2 and (path[-1].key in VOCABULARY) == of_vocabulary, params
+                lambda path, p: is_matrix(path[-1].key, p) and (path[-1].key in VOCABULARY) == of_vocabulary, params
             )
 
         return mask

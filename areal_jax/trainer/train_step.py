@@ -399,7 +399,12 @@ def _inputs(micro: TrainBatch) -> tuple[Array, Array, Array]:
 def _micro_batch(batch: TrainBatch, i: Array, parts: int) -> TrainBatch:
     """The i-th micro-batch: the same record without its leading axis, each row cut into equal parts."""
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(TrainBatch)}
-    return TrainBatch(**{k: v if k in WHOLE else _cut(v[i], parts) for k, v in values.items()})
+    micro = {k: v if k in WHOLE else _cut(v[i], parts) for k, v in values.items()}
+    if parts > 1:  # segments count from 1 in every row: those of a part follow one another
+        ids, rest = micro["segment_ids"], jnp.iinfo(jnp.int32).max
+        before = jnp.min(jnp.where(ids > 0, ids, rest), axis=1, keepdims=True) - 1
+        micro["segment_ids"] = jnp.where(ids > 0, ids - before, 0)
+    return TrainBatch(**micro)
 
 
 def _cut(x: Array, parts: int) -> Array:

@@ -8,6 +8,7 @@ the others get them from it over ZeroMQ: on the host, so that nothing waits for 
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +21,18 @@ from jax.experimental import multihost_utils
 from areal_jax.transport import messages
 from areal_jax.transport.messages import Limits, Reply, Report
 from areal_jax.transport.trajectories import Link
-from areal_jax.types import Trajectory
+from areal_jax.types import Trajectory, UserError
 
 END = b""
 """Sent by process 0 when it ends."""
+
+OPTIONS = {
+    zmq.SNDHWM: 0,  # no bound: a message that is dropped would stop the role
+    zmq.RCVHWM: 0,
+    zmq.HEARTBEAT_IVL: 10_000,  # milliseconds; a connection that is dead is noticed though nobody sends
+    zmq.HEARTBEAT_TIMEOUT: 60_000,
+    zmq.TCP_KEEPALIVE: 1,
+}
 
 
 class Broadcast:
@@ -35,28 +44,74 @@ class Broadcast:
         Raises ConnectionError if they have not found each other after timeout_seconds.
         """
         self.leads = jax.process_index() == 0
-        self._sequence = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB if self.leads else zmq.SUB)
-        self._socket.set(zmq.SNDHWM, 0)  # no bound: a message that is dropped would stop the group
-        self._socket.set(zmq.RCVHWM, 0)
-        port = self._socket.bind_to_random_port("tcp://*") if self.leads else 0
-        port = int(multihost_utils.broadcast_one_to_all(np.int32(port)))
+        self._channel = Channel(host if self.leads else None)
+        port = int(multihost_utils.broadcast_one_to_all(np.int32(self._channel.port)))
         if self.leads:
-            self._await_others(time.monotonic() + timeout_seconds)
+            self._channel.await_others(jax.process_count() - 1, timeout_seconds)
         else:
-            self._socket.connect(f"tcp://{host}:{port}")
-            self._socket.subscribe(b"")
+            self._channel.connect(host, port)
+        self.meet("begin")  # which also compiles what it takes, while the role warms up
+
+    def meet(self, where: str) -> None:
+        """Waits for all processes to get here, and for what the device is doing."""
+        multihost_utils.sync_global_devices(where)
 
     def send(self, data: bytes) -> None:
-        """By process 0, to all others."""
+        """By process 0, to all others. Raises ConnectionError when one of them has lost the connection."""
+        self._channel.send(data)
+
+    def receive(self) -> bytes:
+        """What process 0 sent next; as in Channel."""
+        return self._channel.receive()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Channel:
+    """The host's side of a Broadcast: one sender, any number of receivers that must all be there."""
+
+    def __init__(self, host: str | None):
+        """host: the interface that the sender listens on, at the port `port`; None makes a receiver."""
+        self._sends = host is not None
+        self._sequence = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB if self._sends else zmq.SUB)
+        for option, value in OPTIONS.items():
+            self._socket.set(option, value)
+        self.port = 0
+        if host is not None:
+            self._socket.set(zmq.XPUB_VERBOSER, 1)  # every receiver's coming and going is told, not the first's alone
+            self.port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
+
+    def connect(self, host: str, port: int) -> None:
+        """By a receiver."""
+        self._socket.connect(f"tcp://{host}:{port}")
+        self._socket.subscribe(b"")
+
+    def await_others(self, others: int, timeout_seconds: float) -> None:
+        """By the sender: until so many receivers are there. Raises ConnectionError if they do not come in time."""
+        deadline = time.monotonic() + timeout_seconds
+        for found in range(others):
+            if not self._socket.poll(timeout=max(0, int(1000 * (deadline - time.monotonic())))):
+                raise ConnectionError(f"{others - found} of {others} processes have not come")
+            self._socket.recv()  # a subscription
+
+    def send(self, data: bytes) -> None:
+        """To all receivers. Raises ConnectionError when one has gone, or is back after it lost the connection: it may
+        have missed something."""
+        if self._socket.poll(timeout=0):
+            raise ConnectionError("a process has lost its connection to process 0; its log may say why")
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
         self._sequence += 1
         self._socket.send_multipart([str(self._sequence).encode(), data])
 
     def receive(self) -> bytes:
-        """What process 0 sent next. Waits: jax.distributed ends this process if process 0 dies.
+        """What was sent next. Waits: jax.distributed ends this process if process 0 dies.
 
-        Raises ConnectionError when process 0 has ended, or a message has been lost.
+        Raises ConnectionError when the sender has ended, or a message has been lost.
         """
         self._sequence += 1
         number, data = self._socket.recv_multipart()
@@ -67,16 +122,21 @@ class Broadcast:
         return data
 
     def close(self) -> None:
-        if self.leads:
-            self.send(END)
+        if self._sends:
+            self._send(END)
         self._context.destroy(linger=1000)
 
-    def _await_others(self, deadline: float) -> None:
-        others = jax.process_count() - 1
-        for found in range(others):
-            if not self._socket.poll(timeout=max(0, int(1000 * (deadline - time.monotonic())))):
-                raise ConnectionError(f"{others - found} of {others} processes have not come")
-            self._socket.recv()  # a subscription
+
+def require_same(broadcast: Broadcast | None, config: dict[str, Any]) -> None:
+    """Raises UserError, in the others, where a config (flat) is not process 0's."""
+    mine = json.loads(json.dumps(config))
+    theirs = agree(broadcast, mine)
+    for key in sorted(mine.keys() | theirs.keys()):
+        if mine.get(key) != theirs.get(key):
+            raise UserError(
+                f"config.{key} is {mine.get(key)!r} here and {theirs.get(key)!r} in process 0: start all processes of "
+                "a role with the same config"
+            )
 
 
 def agree(broadcast: Broadcast | None, value: Any) -> Any:
