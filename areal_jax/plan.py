@@ -151,12 +151,12 @@ def layout(model: Model) -> list[str]:
         name = ".".join("*" if isinstance(key.key, int) else str(key.key) for key in path)
         entry = (name, x.shape, x.sharding.spec, math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
         groups[entry] = groups.get(entry, 0) + 1
-    lines = [f"{'parameter':<34}{'shape':<20}{'split over':<22}{'per device':>12}"]
+    lines = [f"{'parameter':<34}{'shape':<20}{'split over':<26}{'per device':>12}"]
     for (name, shape, spec, size), count in groups.items():
         divided = [(n, axis) for n, axis in zip(shape, spec, strict=False) if axis and model.mesh.shape[axis] > 1]
         split = ", ".join(f"{n}: {axis}" for n, axis in divided) or "-"
         times = f"{count} x " if count > 1 else ""
-        lines.append(f"{name:<34}{' x '.join(map(str, shape)):<20}{split:<22}{times + _size(size):>12}")
+        lines.append(f"{name:<34}{' x '.join(map(str, shape)):<20}{split:<26}{times + _size(size):>12}")
     return lines
 
 

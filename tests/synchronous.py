@@ -6,14 +6,14 @@ Draws a whole batch under fixed parameters, updates, repeats; saves the final pa
 train step with the program (a slot is filled in the same order), and nothing of what makes the program asynchronous.
 """
 
+import pathlib
 import sys
 
 import jax
 import numpy as np
 
-from areal_jax import build, main, train, warm_start
+from areal_jax import main, train
 from areal_jax.data.prompts import PromptStream, RecordStream
-from areal_jax.learner import Learner
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.sampler import capacity
 from areal_jax.rollout.schedule import Request
@@ -22,16 +22,13 @@ from areal_jax.types import PolicySnapshot
 
 def run(output, argv):
     config, _ = main._parse([sys.argv[0], *argv])
-    policy = build.find_policy(config)
-    model, grader = build.make_model(config, "trainer", policy), build.make_grader(config, policy)
-    learner = Learner(config, model)
-    program = build.make_sampling_program(config, model, policy)
-    sources, template = build.open_data(config, {"train", "validation"}, policy)
-    data = warm_start.Data(sources["train"], sources["validation"], policy.tokenizer)
-    params = train._warm_start(config, model, program, grader, data, lambda record: None).params
+    parts = train._build(config, pathlib.Path(output).parent)
+    learner, program, grader = parts.learner, parts.program, parts.grader
+    params = train._warm_start(config, parts, lambda record: None, None).params
     state = learner.init_state(params)
     r = config.rollout
-    next_problem = PromptStream(RecordStream(data.train, config.seed), template, r.max_prompt_length, False)
+    stream = RecordStream(parts.sources["train"], config.seed)
+    next_problem = PromptStream(stream, parts.template, r.max_prompt_length, False)
     next_prompt = 0
     engine = None
     for version in range(config.trainer.steps):
