@@ -305,6 +305,7 @@ def times(walls: Sequence[float], cpus: Sequence[float], tokens: Sequence[int]) 
         "max_s": round(max(walls), 4),
         "median_rate": round(statistics.median(n / wall for n, wall in zip(tokens, walls, strict=True)), 1),
         "unit": "tok/s",
+        "tokens": statistics.median(tokens),
         "reps": len(walls),
         "cpu_s": round(statistics.median(cpus), 3),
         "cpu_min": round(min(cpus), 3),

@@ -22,12 +22,12 @@ def test_generate_counts_useful_tokens_and_rows():
     r = record("generate", "--batch=4", "--new=16", "--requests=6")
     assert r["mean_len"] == 16
     assert 6 * 16 / (8 * 16) <= r["slots_useful"] <= 1
-    assert r["median_rate"] == pytest.approx(6 * 16 / r["median_s"], rel=1e-2)
+    assert r["tokens"] == 6 * 16
 
 
 def test_train_counts_all_tokens_of_the_rows():
     r = record("train", "--batch=4", "--new=24", "--micro-batch-rows=2")
-    assert r["tokens_per_cpu_second"] == pytest.approx(4 * 32 / r["cpu_s"], rel=0.1)
+    assert r["tokens"] == 4 * 32
 
 
 def test_packing_computes_the_same_samples_with_less_padding():
