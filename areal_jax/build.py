@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -11,7 +12,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from areal_jax import sharding
-from areal_jax.config import SHAPE_KEYS
+from areal_jax.config import SHAPE_KEYS, flatten
 from areal_jax.data import arithmetic
 from areal_jax.data.sources import Source, SourceConfig, open_source, without_first
 from areal_jax.data.templates import Template, TemplateConfig
@@ -26,8 +27,10 @@ from areal_jax.rollout.grading import Grader, GradingConfig
 from areal_jax.rollout.programs import EngineConfig, Program, make_program
 from areal_jax.rollout.sampling import Filter
 from areal_jax.rollout.stopping import StopStrings
+from areal_jax.transport.broadcast import Broadcast, agree
 from areal_jax.transport.messages import Limits
 from areal_jax.types import UserError
+from areal_jax.workdir import differing_key
 
 LONG, LONG_PROMPT = 1024, 64
 """Tokens of a sequence, and of a prompt, from which on another length of refills is worth its compilation."""
@@ -52,6 +55,18 @@ class Policy:
 def cache_dir(config: ml_collections.ConfigDict) -> pathlib.Path:
     """Where generated data and warm starts are kept."""
     return pathlib.Path(config.data.cache_dir or pathlib.Path.home() / ".cache" / "areal_jax").expanduser()
+
+
+def require_same(broadcast: Broadcast | None, config: ml_collections.ConfigDict) -> None:
+    """Raises UserError, in the other processes of a role, where their config is not process 0's."""
+    mine = json.loads(json.dumps(flatten(config)))
+    theirs = agree(broadcast, mine)
+    key = differing_key(mine, theirs)
+    if key is not None:
+        raise UserError(
+            f"config.{key} is {mine.get(key)!r} here and {theirs.get(key)!r} in process 0: start all processes of a "
+            "role with the same config"
+        )
 
 
 def find_model(config: ml_collections.ConfigDict) -> tuple[pretrained.Pretrained | None, TransformerConfig]:

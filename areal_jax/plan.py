@@ -171,7 +171,7 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     kept = first if first == "float32" else f"{first}, float32"
     items = {
         "parameters (float32)": state,
-        f"optimizer state ({kept})": (6 if kept == "bfloat16, float32" else 8) * state // 4,
+        f"optimizer state ({kept})": (jnp.dtype(first).itemsize + 4) * state // 4,
         "gradients (sum and micro-batch, float32)": 2 * state,
         "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]) // shape["context"],
         "logits of a chunk of tokens": rows * columns * vocabulary * LOGIT_BYTES,

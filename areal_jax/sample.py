@@ -16,9 +16,8 @@ import ml_collections
 
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
-from areal_jax.config import flatten
 from areal_jax.rollout.sampler import Sampler
-from areal_jax.transport.broadcast import Broadcast, FollowingLink, LeadingLink, require_same
+from areal_jax.transport.broadcast import Broadcast, FollowingLink, LeadingLink
 from areal_jax.transport.trajectories import Link, ZmqLink
 from areal_jax.transport.weights import OrbaxChannel
 from areal_jax.types import NO_VERSION, PolicySnapshot, UserError
@@ -36,7 +35,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int, ho
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
     broadcast = Broadcast(host) if jax.process_count() > 1 else None
-    require_same(broadcast, flatten(config))
+    build.require_same(broadcast, config)
     leads = broadcast is None or broadcast.leads
     policy = build.find_policy(config)
     model = build.make_model(config, "sampler", policy)

@@ -17,7 +17,6 @@ import ml_collections
 
 from areal_jax import build, objective, warm_start
 from areal_jax.compiles import CompileCounter
-from areal_jax.config import flatten
 from areal_jax.data import arithmetic
 from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
 from areal_jax.data.sources import Source
@@ -34,7 +33,7 @@ from areal_jax.rollout.programs import Program
 from areal_jax.rollout.sampler import Sampler
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.train_step import TrainState
-from areal_jax.transport.broadcast import Broadcast, agree, receive_batch, require_same, share_batch
+from areal_jax.transport.broadcast import Broadcast, agree, receive_batch, share_batch
 from areal_jax.transport.trajectories import MemoryLink, ZmqServer
 from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, WeightChannel
 from areal_jax.types import Params, PolicySnapshot, Trajectory, UserError
@@ -51,7 +50,7 @@ def run(
     # ---------------------------------------------------------------- parts
     compiles = CompileCounter()
     broadcast = Broadcast(host) if jax.process_count() > 1 else None
-    require_same(broadcast, flatten(config))
+    build.require_same(broadcast, config)
     if broadcast is not None and not broadcast.leads:
         _follow(config, workdir, broadcast)
         return {}

@@ -39,10 +39,14 @@ def lock(workdir: pathlib.Path) -> IO[str]:
 
 def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     """What two configs, flattened, compute differently: '' or the first key with both values."""
-    for key in sorted(mine.keys() | theirs.keys()):
-        if not key.startswith(FREE) and mine.get(key) != theirs.get(key):
-            return f"config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here"
-    return ""
+    key = differing_key(mine, theirs, FREE)
+    return "" if key is None else f"config.{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here"
+
+
+def differing_key(mine: dict[str, Any], theirs: dict[str, Any], free: tuple[str, ...] = ()) -> str | None:
+    """The first key, of those that do not begin with one of `free`, whose values differ in two flattened configs."""
+    keys = (k for k in sorted(mine.keys() | theirs.keys()) if not k.startswith(free))
+    return next((k for k in keys if mine.get(k) != theirs.get(k)), None)
 
 
 def recorded(workdir: pathlib.Path) -> dict[str, Any]:

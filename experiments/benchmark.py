@@ -209,9 +209,7 @@ class Gradients:
             step = train_step.StepConfig(loss, diagnostics=False, logprob_chunk=logprob_chunk, halvings=halvings)
             self._updates.append(train_step.compile_programs(model, optimizer, step, batch).update)
         self._state = train_step.init_state(model.init_params(0), model, optimizer)
-        self.efficiency = sum(np.count_nonzero(b.segment_ids) for b, _ in self._batches) / sum(
-            b.segment_ids.size for b, _ in self._batches
-        )
+        self.efficiency = packing.efficiency([batch for batch, _ in self._batches])
         self.cpu_seconds()
 
     def cpu_seconds(self) -> float:

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from areal_jax.transport import messages
 from areal_jax.transport.messages import Limits, Reply, Report
 from areal_jax.transport.trajectories import Link
-from areal_jax.types import Trajectory, UserError
+from areal_jax.types import Trajectory
 
 END = b""
 """Sent by process 0 when it ends."""
@@ -125,18 +125,6 @@ class Channel:
         if self._sends:
             self._send(END)
         self._context.destroy(linger=1000)
-
-
-def require_same(broadcast: Broadcast | None, config: dict[str, Any]) -> None:
-    """Raises UserError, in the others, where a config (flat) is not process 0's."""
-    mine = json.loads(json.dumps(config))
-    theirs = agree(broadcast, mine)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if mine.get(key) != theirs.get(key):
-            raise UserError(
-                f"config.{key} is {mine.get(key)!r} here and {theirs.get(key)!r} in process 0: start all processes of "
-                "a role with the same config"
-            )
 
 
 def agree(broadcast: Broadcast | None, value: Any) -> Any:
