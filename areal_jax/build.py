@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.data.tokenizer import build_character_tokenizer
 from areal_jax.environments.single_turn import ENVIRONMENTS
 from areal_jax.models import pretrained
+from areal_jax.models.linear import LoraConfig
 from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rewards.pool import PoolConfig
@@ -29,7 +31,8 @@ from areal_jax.rollout.sampling import Filter
 from areal_jax.rollout.stopping import StopStrings
 from areal_jax.transport.broadcast import Broadcast, agree
 from areal_jax.transport.messages import Limits
-from areal_jax.types import UserError
+from areal_jax.transport.weights import PartChannel, WeightChannel
+from areal_jax.types import Params, UserError
 from areal_jax.workdir import differing_key
 
 LONG, LONG_PROMPT = 1024, 64
@@ -116,7 +119,8 @@ def make_model(config: ml_collections.ConfigDict, role: str, policy: Policy) -> 
 def model_on(
     mesh: Mesh, config: ml_collections.ConfigDict, role: str, model_config: TransformerConfig, on_cpu: bool
 ) -> Model:
-    """A model on a given mesh. The trainer keeps float32 parameters, a sampler keeps them as it computes."""
+    """A model on a given mesh, with its adapters. What a trainer trains is float32; a sampler keeps its parameters, and
+    a trainer the ones under adapters, as it computes."""
     dtype = config.model.compute_dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
@@ -150,8 +154,25 @@ def model_on(
             f"trainer.scan_layers is True and {config.model.path} has layers with and without a sliding window: only "
             "layers that are alike can be looped over; set it to False"
         )
-    model_config = dataclasses.replace(model_config, compute_dtype=dtype, remat=t.remat, scan_layers=t.scan_layers)
-    return build_model(model_config, mesh, "float32" if role == "trainer" else dtype)
+    adapters = lora_config(config)
+    model_config = dataclasses.replace(
+        model_config, compute_dtype=dtype, remat=t.remat, scan_layers=t.scan_layers, lora=adapters
+    )
+    return build_model(model_config, mesh, "float32" if role == "trainer" and not adapters else dtype)
+
+
+def lora_config(config: ml_collections.ConfigDict) -> LoraConfig | None:
+    """The adapters that `config.model.lora` asks for; the configs of earlier runs do not have it."""
+    lora = config.model.get("lora")
+    return LoraConfig(**lora.to_dict()) if lora and lora.rank else None
+
+
+def weight_channel(
+    config: ml_collections.ConfigDict, model: Model, channel: WeightChannel, read_base: Callable[[Params], Params]
+) -> WeightChannel:
+    """The channel itself or, with LoRA, one in which adapters alone travel; read_base: what they adapt, laid out as its
+    argument says."""
+    return PartChannel(channel, model.split, model.join, read_base) if config.model.lora.rank else channel
 
 
 def make_sampling_program(config: ml_collections.ConfigDict, model: Model, policy: Policy) -> Program:

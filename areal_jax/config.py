@@ -11,6 +11,7 @@ import ml_collections
 from areal_jax import objective
 from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
+from areal_jax.models.linear import PROJECTIONS
 from areal_jax.models.transformer import REMAT
 from areal_jax.rewards.math import REWARDS
 from areal_jax.rl.advantages import ADVANTAGES
@@ -57,6 +58,12 @@ CHECKS: dict[str, Check] = {
     "model.norm_eps": POSITIVE,
     "model.logit_soft_cap": _at_least(0),
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
+    "model.lora.rank": _at_least(0),
+    "model.lora.alpha": POSITIVE,
+    "model.lora.target_modules": (
+        lambda v: isinstance(v, tuple) and 0 < len(v) == len(set(v)) and set(v) <= set(PROJECTIONS),
+        f"expected one or several of {tuple(PROJECTIONS)}, each once",
+    ),
     "data.name": (lambda v: v.partition("/")[0] in SOURCES, "expected one of " + ", ".join(FORMS)),
     "data.test_fraction": BELOW_ONE,
     "data.validation_fraction": BELOW_ONE,

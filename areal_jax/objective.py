@@ -168,6 +168,10 @@ READ_WHEN: dict[str, ReadWhen] = {
         f"rollout.{key}": (lambda c: c.rollout.cache == "paged", "with rollout.cache 'paged'")
         for key in ("cache_tokens", "block_size")
     },
+    **{
+        f"model.lora.{key}": (lambda c: c.model.lora.rank > 0, "with LoRA (model.lora.rank)")
+        for key in ("alpha", "target_modules")
+    },
     "optimizer.final_learning_rate": (
         lambda c: c.optimizer.schedule != "constant",
         "with optimizer.schedule 'cosine' or 'linear'",

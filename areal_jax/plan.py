@@ -22,7 +22,7 @@ from areal_jax.models.attention import QUERY_BLOCK
 from areal_jax.models.critic import build_critic
 from areal_jax.models.transformer import Model, TransformerConfig
 from areal_jax.trainer.train_step import logprob_columns
-from areal_jax.types import UserError
+from areal_jax.types import Params, UserError
 
 GIB = 1 << 30
 SCORE_BYTES = 12  # of one attention score during a forward and backward: three float32 arrays
@@ -86,7 +86,7 @@ def make_plan(
     model_config = build.find_model(config)[1]
     if colocated:
         model = _model(config, "trainer", model_config, trainer)
-        return [_trainer_plan(config, model, trainer), _sampler_plan(config, model, trainer)]
+        return [_trainer_plan(config, model, trainer), _sampler_plan(config, model, trainer, colocated=True)]
     return [
         _trainer_plan(config, _model(config, "trainer", model_config, trainer), trainer),
         _sampler_plan(config, _model(config, "sampler", model_config, sampler), sampler),
@@ -137,10 +137,9 @@ def _model(config: ml_collections.ConfigDict, role: str, model_config: Transform
     return build.model_on(cast(Mesh, mesh), config, role, model_config, on_cpu=devices.is_cpu)
 
 
-def _state_bytes(model: Model, part: str = "") -> int:
-    """Of the parameters, or of a part of them, on one device."""
-    leaves = jax.tree.leaves(model.abstract_params[part] if part else model.abstract_params)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+def _bytes(params: Params) -> int:
+    """Of (abstract) parameters on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 def layout(model: Model) -> list[str]:
@@ -161,7 +160,9 @@ def layout(model: Model) -> list[str]:
 
 
 def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
-    state, shape = _state_bytes(model), dict(model.mesh.shape)
+    shape = dict(model.mesh.shape)
+    frozen, trained = model.split(model.abstract_params)
+    state = _bytes(trained)
     rows, row = config.trainer.micro_batch_rows, config.trainer.row_length
     if config.warm_start.enabled:
         rows = max(rows, -(-config.warm_start.rows // sharding.row_shards(model.mesh)))
@@ -169,21 +170,23 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     vocabulary = model.config.vocab_size // shape["tensor"]
     first = config.optimizer.first_moment_dtype
     kept = first if first == "float32" else f"{first}, float32"
+    base = {f"parameters under adapters ({model.config.compute_dtype})": _bytes(frozen)} if frozen else {}
     items = {
-        "parameters (float32)": state,
+        **base,
+        "adapters (float32)" if frozen else "parameters (float32)": state,
         f"optimizer state ({kept})": (jnp.dtype(first).itemsize + 4) * state // 4,
         "gradients (sum and micro-batch, float32)": 2 * state,
         "activations of a micro-batch": activation_bytes(model.config, rows, row, shape["tensor"]) // shape["context"],
         "logits of a chunk of tokens": rows * columns * vocabulary * LOGIT_BYTES,
-        "output layer's gradient of a chunk": 4 * model.config.d_model * vocabulary,
+        "output layer's gradient of a chunk": 0 if frozen else 4 * model.config.d_model * vocabulary,
     }
     if config.trainer.scan_layers:
-        items["layers' parameters side by side, for the loop"] = _state_bytes(model, "layers")
+        items["layers' parameters side by side, for the loop"] = _bytes(model.abstract_params["layers"])
     if config.loss.kl_coefficient or config.reward.kl_coefficient:
         items["reference's parameters (float32)"] = state
     critic = build_critic(model, config.critic.kind)
     if critic is not None and critic.backbone is not None:
-        items["critic: parameters, optimizer, gradients"] = 5 * _state_bytes(critic.backbone)
+        items["critic: parameters, optimizer, gradients"] = 5 * _bytes(critic.backbone.abstract_params)
         items["critic: activations of a micro-batch"] = items["activations of a micro-batch"]
     return RolePlan("trainer", devices, shape, model.parameter_count(), items, layout(model))
 
@@ -208,10 +211,11 @@ def _with_remat(c: TransformerConfig, tokens: int, layer: int, wide: int) -> int
     return c.layers * between + (0 if c.remat == "none" else layer)
 
 
-def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice) -> RolePlan:
+def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slice, colocated: bool = False) -> RolePlan:
     c, shape = model.config, dict(model.mesh.shape)
     data, tensor = sharding.row_shards(model.mesh), shape["tensor"]
-    state, engine = _state_bytes(model), build.engine_config(config, (), data)
+    frozen, trained = model.split(model.abstract_params)
+    engine = build.engine_config(config, (), data)
     size = jnp.dtype(c.compute_dtype).itemsize
     token = 2 * c.layers * c.kv_heads * c.head_dim * size  # keys and values of one
     paging, fewer = engine.paging, max(engine.fewer, default=0)
@@ -227,8 +231,10 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         scores = c.heads * min(tokens, QUERY_BLOCK) * engine.max_length * 8 + tokens * engine.max_length
         prefill = max(prefill, (scores + token * engine.max_length) // tensor)
     logits = engine.slots * c.vocab_size * LOGIT_BYTES // tensor
+    base = {"parameters under adapters, and those of the warm-up": 2 * _bytes(frozen)}  # or the trainer's
     items = {
-        f"parameters, {VERSIONS} versions": VERSIONS * state,
+        **(base if frozen and not colocated else {}),
+        f"{'adapters' if frozen else 'parameters'}, {VERSIONS} versions": VERSIONS * _bytes(trained),
         f"keys and values ({config.rollout.cache}), tokens": cache + tables,
         "those of the last slots alive, computed apart": apart,
         "the same, of an evaluation beside training": cache + tables,

@@ -6,6 +6,7 @@ grades (`transport/broadcast.py`).
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pathlib
@@ -17,9 +18,10 @@ import ml_collections
 from areal_jax import build
 from areal_jax.compiles import CompileCounter
 from areal_jax.rollout.sampler import Sampler
+from areal_jax.trainer.checkpoint import REFERENCE
 from areal_jax.transport.broadcast import Broadcast, FollowingLink, LeadingLink
 from areal_jax.transport.trajectories import Link, ZmqLink
-from areal_jax.transport.weights import OrbaxChannel
+from areal_jax.transport.weights import OrbaxChannel, read_alone
 from areal_jax.types import NO_VERSION, PolicySnapshot, UserError
 
 IDLE_SECONDS = 0.003  # between two questions for work when there is none
@@ -41,7 +43,12 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int, ho
     model = build.make_model(config, "sampler", policy)
     program = build.make_sampling_program(config, model, policy)
     grader = build.make_grader(config, policy) if leads else None
-    channel = OrbaxChannel(workdir / "weights", publishes=False)
+    channel = build.weight_channel(
+        config,
+        model,
+        OrbaxChannel(workdir / "weights", publishes=False),
+        functools.partial(read_alone, workdir / "checkpoints" / REFERENCE),
+    )
 
     # ---------------------------------------------------------------- warm up while the trainer does
     unpublished = PolicySnapshot(NO_VERSION, model.init_params(0))

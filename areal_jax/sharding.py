@@ -33,6 +33,7 @@ RULES: dict[str | None, str | None] = {
     "head_dim": None,
     "mlp": "tensor",
     "norm": None,
+    "rank": None,
     # an activation's feature axis stays whole: only the weights' `embed` axis is sharded over fsdp
     "feature": None,
     None: None,

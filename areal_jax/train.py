@@ -23,7 +23,8 @@ from areal_jax.data.sources import Source
 from areal_jax.data.templates import Template
 from areal_jax.learner import Learner
 from areal_jax.metrics import Emit, MetricsFile, clear_metrics, fan_out, replace_text, truncate_metrics
-from areal_jax.models.transformer import Model
+from areal_jax.models.linear import split_adapters
+from areal_jax.models.transformer import Model, build_model
 from areal_jax.recorder import Recorder
 from areal_jax.rl import diagnostics
 from areal_jax.rollout.coordinator import Coordinator, CoordinatorConfig
@@ -89,7 +90,8 @@ def run(
     coordinator = Coordinator(_coordinator_config(config), prompts, board, version)
     if books is not None:
         coordinator.restore(books["coordinator"])
-    channel: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
+    transport: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
+    channel = build.weight_channel(config, parts.model, transport, lambda _: start.state.frozen)
     agree(broadcast, "publish")
     channel.publish(PolicySnapshot(version, state.params))
     ring: _InProcess | _Served
@@ -220,23 +222,36 @@ def _first_weights(
     """The state of the checkpoint of version `saved`, or a new one; process 0's `saved` counts."""
     model, learner, checkpoints = parts.model, parts.learner, parts.checkpoints
     version = agree(broadcast, saved)
+    keeps_base = learner.uses_reference or config.model.lora.rank > 0
     if version is not None:
         emit({"kind": "stage", "text": f"resuming after step {version}"})
-        state, books = checkpoints.restore(version, learner.init_state(model.init_params(0)))
-        reference = checkpoints.restore_reference(model.abstract_params) if learner.uses_reference else None
-        return _Start(state, reference, version, books, books["skill_accuracy"])
+        base = checkpoints.restore_reference(model.abstract_base) if keeps_base else None
+        params = model.init_params(0) if base is None else model.adapt(base, config.seed)
+        state, books = checkpoints.restore(version, learner.init_state(params))
+        return _Start(state, params if learner.uses_reference else None, version, books, books["skill_accuracy"])
     skill_accuracy = 0.0
     if config.warm_start.enabled:
         started_from = _warm_start(config, parts, emit, broadcast)
-        params, skill_accuracy = started_from.params, started_from.skill_accuracy
+        base, skill_accuracy = started_from.params, started_from.skill_accuracy
     elif parts.policy.pretrained is not None:
         emit({"kind": "stage", "text": f"reading {model.parameter_count():,} parameters of {config.model.path}"})
-        params = parts.policy.pretrained.load_params(model)
+        base = parts.policy.pretrained.load_params(model)
     else:
-        params = model.init_params(config.seed)
+        base = split_adapters(model.init_params(config.seed))[0]
+    params = model.adapt(base, config.seed)
+    if keeps_base:
+        checkpoints.save_reference(split_adapters(params)[0])
     state = learner.init_state(params)
-    reference = checkpoints.save_reference(params) if learner.uses_reference else None
-    return _Start(state, reference, 0, None, skill_accuracy)
+    if config.model.lora.rank:
+        trained = sum(x.size for x in jax.tree.leaves(state.params))
+        emit({"kind": "stage", "text": f"LoRA: {trained:,} of {model.parameter_count():,} parameters are trained"})
+    return _Start(state, _copy_of_trained(model, params) if learner.uses_reference else None, 0, None, skill_accuracy)
+
+
+def _copy_of_trained(model: Model, params: Params) -> Params:
+    """The parameters, with copies of those that a training step takes."""
+    frozen, trained = model.split(params)
+    return model.join(frozen, jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), trained))
 
 
 def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
@@ -258,7 +273,10 @@ def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
 def _warm_start(
     config: ml_collections.ConfigDict, parts: _Parts, emit: Emit, broadcast: Broadcast | None
 ) -> warm_start.WarmStart:
-    model = parts.model
+    model, program = parts.model, parts.program
+    if model.config.lora is not None:  # the supervised stages make what the adapters are of
+        model = build_model(dataclasses.replace(model.config, lora=None), model.mesh)
+        program = build.make_sampling_program(config, model, parts.policy)
     data = warm_start.Data(parts.sources["train"], parts.sources["validation"], parts.policy.tokenizer)
     options = config.warm_start.to_dict()
     options.pop("enabled")
@@ -277,7 +295,7 @@ def _warm_start(
 
     def make() -> warm_start.WarmStart:
         return warm_start.warm_start(
-            stages, model, parts.program, parts.grader, data, progress, functools.partial(agree, broadcast)
+            stages, model, program, parts.grader, data, progress, functools.partial(agree, broadcast)
         )
 
     emit({"kind": "stage", "text": "warm start: supervised stages"})
@@ -285,7 +303,7 @@ def _warm_start(
         return make()
     key = {
         "stages": options,
-        "model": config.model.to_dict(),
+        "model": {k: v for k, v in config.model.to_dict().items() if k != "lora"},
         "data": config.data.name,
         "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
         "slots": config.rollout.slots,

@@ -31,6 +31,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.tied_embeddings = False
     c.model.logit_soft_cap = 0.0  # >= 0; 0 is off
     c.model.compute_dtype = "auto"  # auto | float32 | bfloat16; auto is float32 on a CPU, bfloat16 elsewhere
+    c.model.lora = ml_collections.ConfigDict()  # adapters of low rank; they alone are trained and sent to samplers
+    c.model.lora.rank = 0  # >= 0; 0 is off: all parameters are trained
+    c.model.lora.alpha = 32.0  # > 0; the adapters' part is multiplied by alpha / rank
+    # what has one in every layer, by the names that PEFT uses
+    c.model.lora.target_modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     c.data = ml_collections.ConfigDict()
     c.data.name = "arithmetic"  # arithmetic | two_digit_addition | jsonl | tfds/NAME | reasoning_gym/TASK

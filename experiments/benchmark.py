@@ -33,6 +33,7 @@ import optax
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import packing
+from areal_jax.models.linear import PROJECTIONS, LoraConfig
 from areal_jax.models.transformer import REMAT, Model, TransformerConfig, build_model
 from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.rollout.blocks import Paging
@@ -58,7 +59,7 @@ MODELS = {
 
 def generate(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the requests --reps times, after a first time that compiles."""
-    model = make_model(options.config)
+    model = make_model(options)
     engine = make_engine(model, options)
     requests = random_requests(options, model.config.vocab_size)
     serve(engine, requests)
@@ -77,7 +78,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Training steps of PPO without diagnostics: --batch rows of --prompt + --new tokens each, one update a step."""
-    model, optimizer = make_model(options.config), make_optimizer(OptimizerConfig())
+    model, optimizer = make_model(options), make_optimizer(OptimizerConfig())
     length = options.prompt + options.new
     samples = random_samples(options.batch, options.prompt, length, model.config.vocab_size)
     shape = packing.PackingConfig(length, min(options.batch, options.micro_batch_rows), length)
@@ -101,6 +102,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "name": "areal_jax_train",
         **times(walls, cpus, [options.batch * length] * options.reps),
         "params": model.parameter_count(),
+        "trained_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "micro_batch_rows": shape.rows,
         **workload(options),
     }
@@ -111,7 +113,7 @@ def packing_ways(options: argparse.Namespace) -> dict[str, Any]:
     take turns: a row of the most tokens for each (padded); as many samples a micro-batch, in rows as long as its
     longest needs, of lengths that halve (by number); rows packed by token budget; and these, cut where samples are
     short."""
-    model, most = make_model(options.config), options.prompt + options.new
+    model, most = make_model(options), options.prompt + options.new
     samples = long_tailed_samples(options.requests, options.prompt, most, model.config.vocab_size)
     shape = packing.PackingConfig(most, options.micro_batch_rows, most)
     ways = {
@@ -152,11 +154,11 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     ways = [("none", False), *((remat, True) for remat in REMAT)]
     for remat, scan in ways:
         for logits, chunk in (("whole", length), ("chunks", options.logprob_chunk)):
-            model = make_model(options.config, remat=remat, scan_layers=scan)
+            model = make_model(options, remat=remat, scan_layers=scan)
             name = f"{'scanned' if scan else 'unrolled'}, remat {remat}, logits {logits}"
             step = train_step.StepConfig(resolve(LossConfig("ppo")), diagnostics=False, logprob_chunk=chunk)
-            update = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), step, batch).update
-            sizes = update.memory_analysis()
+            programs = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), step, batch)
+            sizes = programs.executable.memory_analysis()
             state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
             found[name] = {
                 "peak_mib": round((state + sizes.temp_size_in_bytes) / 2**20, 1),
@@ -224,7 +226,7 @@ class Gradients:
 
 def cache(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the same requests with a dense cache and with a paged one of --cache-share, the two taking turns."""
-    model = make_model(options.config)
+    model = make_model(options)
     if not options.cache_share:
         raise SystemExit("--cache-share=0: a share of the dense cache is needed for the paged one")
     requests = random_requests(options, model.config.vocab_size)
@@ -256,7 +258,7 @@ def cache(options: argparse.Namespace) -> dict[str, Any]:
 
 def endurance(options: argparse.Namespace) -> dict[str, Any]:
     """Serves many random requests, a tenth at a time, with a swap of weights in the middle of each."""
-    model = make_model(options.config)
+    model = make_model(options)
     compiles = CompileCounter()
     engine = make_engine(model, options)
     engine.warm_up()
@@ -313,12 +315,13 @@ def times(walls: Sequence[float], cpus: Sequence[float], tokens: Sequence[int]) 
 
 def workload(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures are of."""
-    names = ("config", "batch", "prompt", "new", "n_eos", "requests", "chunk", "cache_share", "block")
+    names = ("config", "batch", "prompt", "new", "n_eos", "requests", "chunk", "cache_share", "block", "lora_rank")
     return {name: getattr(options, name) for name in names}
 
 
-def make_model(name: str, **changes: Any) -> Model:
-    config = dataclasses.replace(MODELS[name], **changes)
+def make_model(options: argparse.Namespace, **changes: Any) -> Model:
+    lora = LoraConfig(options.lora_rank, 32.0, tuple(PROJECTIONS)) if options.lora_rank else None
+    config = dataclasses.replace(MODELS[options.config], lora=lora, **changes)
     return build_model(config, sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
 
 
@@ -426,6 +429,7 @@ def main() -> None:
     for name, (run, defaults) in KINDS.items():
         kind = kinds.add_parser(name, description=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         kind.add_argument("--config", default="tiny", choices=list(MODELS), help="the model's shape")
+        kind.add_argument("--lora-rank", type=int, default=0, help="of adapters on all projections; 0: none")
         kind.add_argument("--batch", type=int, default=32, help="slots")
         kind.add_argument("--prompt", type=int, default=64, help="longest prompt; the shortest has half of it")
         kind.add_argument("--new", type=int, default=192, help="most tokens of a response")

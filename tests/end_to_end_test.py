@@ -42,7 +42,7 @@ def summary_of(workdir):
 
 def parameters(workdir):
     """The arrays of the newest checkpoint."""
-    newest = max(int(p.name) for p in (workdir / "checkpoints").iterdir())
+    newest = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
     tree = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / str(newest) / "state")
     return tree["params"]
 

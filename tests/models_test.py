@@ -11,6 +11,7 @@ import pytest
 from areal_jax import sharding
 from areal_jax.models import attention
 from areal_jax.models.kv_cache import empty_cache, empty_pool
+from areal_jax.models.linear import PROJECTIONS, LoraConfig
 from areal_jax.models.transformer import RMSNorm, Rope, build_model, rotate
 from tests.helpers import TINY, one_device_mesh, tiny_model
 
@@ -43,6 +44,7 @@ OPTIONS = {
     "query_scale": {"query_scale": 0.1},
     "gemma": {"post_norms": True, "norm_offset": 1.0, "embedding_scale": True},
     "wide_heads": {"head_dim": 16},
+    "lora": {"lora": LoraConfig(4, 8.0, tuple(PROJECTIONS))},
     "all": {"qkv_bias": True, "qk_norm": True, "tied_embeddings": True, "logit_soft_cap": 2.0},
 }
 

@@ -136,7 +136,7 @@ def test_activations_are_near_what_xla_reserves(rows, length):
     step = train_step.StepConfig(resolve(LossConfig("ppo")))
     programs = train_step.compile_programs(model, make_optimizer(OptimizerConfig()), step, batch)
     state = 4 * model.parameter_count()
-    reserved = programs.update.memory_analysis().temp_size_in_bytes
+    reserved = programs.executable.memory_analysis().temp_size_in_bytes
     logits = rows * train_step.logprob_columns(0, rows, length) * 3000 * plan.LOGIT_BYTES
     estimate = 2 * state + plan.activation_bytes(config, rows, length, 1) + logits
     assert 0.8 * reserved < estimate < 2 * reserved, (estimate, reserved)

@@ -35,8 +35,8 @@ def run(host, directory):
     model = build_model(TINY, sharding.make_mesh({"data": 1, "fsdp": 2}))
     broadcast = Broadcast(host) if jax.process_count() > 1 else None
     made, checkpoints = Learner(c, model), Checkpoints(directory / "checkpoints")
-    params = model.init_params(0)
-    reference, state = checkpoints.save_reference(params), made.init_state(params)
+    reference, state = model.init_params(0), made.init_state(model.init_params(0))
+    checkpoints.save_reference(reference)
     channel, rng, metrics = OrbaxChannel(directory / "weights"), np.random.default_rng(0), []
     for version in range(2):
         if broadcast is None or broadcast.leads:

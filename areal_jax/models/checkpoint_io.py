@@ -12,14 +12,17 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
 from areal_jax.models.families import TensorMap, is_redundant, tensor_maps
+from areal_jax.models.linear import PROJECTIONS, SUFFIX, LoraConfig
 from areal_jax.models.transformer import Model, TransformerConfig
 from areal_jax.types import Params, UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"
 BLOCK_BYTES = 16 << 20  # of a tensor that is being converted
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -69,16 +72,17 @@ class SafetensorsSource:
 
 
 def load_params(model: Model, source: WeightSource) -> Params:
-    """The model's parameters, each device's part read straight from the file into its shard.
+    """The model's parameters, without adapters, each device's part read straight from the file into its shard.
 
     Nothing but this host's shards and blocks of BLOCK_BYTES is ever in memory. Raises UserError listing every tensor
     that is missing, unexpected or of another shape.
     """
     maps = tensor_maps(model.config)
     check_tensors(maps, source, model.config)
-    params: Params = jax.tree.map(lambda x: None, model.abstract_params)
+    wanted = model.abstract_base
+    params: Params = jax.tree.map(lambda x: None, wanted)
     for tensor in maps:
-        abstract = _at(model.abstract_params, tensor.path)
+        abstract = _at(wanted, tensor.path)
         part = functools.partial(_part, source, tensor, abstract, {})
         value = jax.make_array_from_callback(abstract.shape, abstract.sharding, part)
         _put(params, tensor.path, jax.block_until_ready(value))
@@ -136,6 +140,43 @@ def save_params(
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def save_adapters(
+    adapters: Params, config: LoraConfig, base: str, revision: str, directory: pathlib.Path, dtype: str
+) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them: lora_A [rank, in], lora_B [out,
+    rank].
+
+    base, revision: of the model that they are of; dtype: 'float32' or 'bfloat16'.
+    """
+    from safetensors.numpy import save_file
+
+    theirs = {ours: name for name, ours in PROJECTIONS.items()}
+    tensors = {}
+    for (_, layer, part, name, matrix), x in flatten_dict(adapters).items():
+        module = f"{'self_attn' if part == 'attention' else 'mlp'}.{theirs[name.removesuffix(SUFFIX)]}"
+        value = np.asarray(jax.device_get(x))
+        value = value.reshape(-1, value.shape[-1]) if matrix == "a" else value.reshape(value.shape[0], -1)
+        key = f"base_model.model.model.layers.{layer}.{module}.lora_{matrix.upper()}.weight"
+        tensors[key] = np.ascontiguousarray(value.T.astype(jax.numpy.dtype(dtype)))
+    save_file(tensors, directory / ADAPTERS, metadata={"format": "pt"})
+    (directory / ADAPTERS).chmod(0o644)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(config.target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def to_hf_layout(value: np.ndarray, tensor: TensorMap, dtype: str) -> np.ndarray:

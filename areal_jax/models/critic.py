@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_jax import sharding
+from areal_jax.models.linear import split_adapters
 from areal_jax.models.transformer import Model, build_model
 from areal_jax.types import Params
 
@@ -33,16 +34,18 @@ class Critic:
         return {"head": head} | ({"backbone": self.backbone.abstract_params} if self.backbone else {})
 
     def init_params(self, policy_params: Params) -> Params:
-        """A head of zeros (every value is 0), the backbone a copy of the policy's."""
+        """A head of zeros (every value is 0), the backbone a copy of the policy's, without its adapters."""
 
-        def create(params: Params) -> Params:
+        def create(base: Params) -> Params:
             made = {"head": jnp.zeros((self.policy.config.d_model,), jnp.float32)}
             if self.backbone is None:
                 return made
             wanted = self.backbone.abstract_params
-            return made | {"backbone": {k: jax.tree.map(jnp.copy, params[k]) for k in wanted}}
+            copy = {k: jax.tree.map(lambda x, to: jnp.array(x, to.dtype), base[k], wanted[k]) for k in wanted}
+            return made | {"backbone": copy}
 
-        return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))(policy_params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_params)
+        return jax.jit(create, out_shardings=shardings)(split_adapters(policy_params)[0])
 
     def hidden(self, params: Params, policy_hidden: Array, inputs: Any) -> Float[Array, "B T D"]:
         """What the head reads. inputs: (tokens, positions, segment_ids), each [B, T]."""
@@ -55,5 +58,5 @@ def build_critic(policy: Model, kind: str) -> Critic | None:
         return None
     if kind == "head":
         return Critic(policy, None)
-    headless = dataclasses.replace(policy.config, tied_embeddings=True)
+    headless = dataclasses.replace(policy.config, tied_embeddings=True, lora=None)
     return Critic(policy, build_model(headless, policy.mesh))

@@ -24,6 +24,15 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax import sharding
 from areal_jax.models.attention import attend
 from areal_jax.models.kv_cache import Cache, LayerKV
+from areal_jax.models.linear import (
+    PROJECTED,
+    LoraConfig,
+    add_adapters,
+    is_adapter,
+    join_adapters,
+    project,
+    split_adapters,
+)
 from areal_jax.types import Output, Params
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -35,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """name -> the policy of jax.checkpoint around each layer: keep everything, the results of matrix products with weights,
@@ -112,6 +121,8 @@ class TransformerConfig:
     """A name in REMAT: what the forward of a training step keeps for its backward."""
     scan_layers: bool = False
     """Whether the forward of a training step is a loop over the layers, which must be alike."""
+    lora: LoraConfig | None = None
+    """Adapters, which alone are trained; None: all parameters are."""
 
     def __post_init__(self) -> None:
         if self.scan_layers and len(set(self.windows)) > 1:
@@ -147,33 +158,6 @@ class RMSNorm(nnx.Module):
         return (normed * scale).astype(x.dtype)
 
 
-@jax.custom_vjp
-def linear(x: Float[Array, "B T D"], weights: Float[Array, "D F"]) -> Float[Array, "B T F"]:
-    """x weights, in x's dtype.
-
-    Its own derivative, since the one of `@` has the gradient of the weights computed the other way round and turned:
-    XLA on a CPU then copies x or the output's gradient, and multiplies at a third of the speed.
-    """
-    return x @ weights.astype(x.dtype)
-
-
-def _linear_forward(x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ weights.astype(x.dtype), (x, weights)  # `linear` itself would hide the product from jax.checkpoint
-
-
-def _linear_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    x, weights = saved
-    of_weights = jnp.einsum("btd,btf->df", x, g, preferred_element_type=weights.dtype)
-    return jnp.einsum("btf,df->btd", g, weights.astype(x.dtype)), of_weights
-
-
-linear.defvjp(_linear_forward, _linear_backward)
-
-
-def _heads(x: Float[Array, "B T D"], weights: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
-    return linear(x, weights.reshape(weights.shape[0], -1)).reshape(*x.shape[:2], *weights.shape[1:])
-
-
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: np.ndarray
 ) -> Float[Array, "B T N H"]:
@@ -202,13 +186,14 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(h, config, ("head_dim",))
             self.k_norm = RMSNorm(h, config, ("head_dim",))
+        add_adapters(self, {"q": 1, "k": 1, "v": 1, "o": 2}, config.lora, rngs)
         self.config, self.layer, self.mesh = config, layer, mesh
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Queries, keys and values, rotated; keys and values in the cache's layout."""
-        q, k, v = (_heads(x, w[...]) for w in (self.q, self.k, self.v))
+        q, k, v = (project(self, name, x).reshape(*x.shape[:2], -1, self.config.head_dim) for name in "qkv")
         if self.config.qkv_bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.config.qk_norm:
@@ -221,9 +206,7 @@ class Attention(nnx.Module):
         return q, k, v
 
     def merge(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        n, h, d = self.o[...].shape
-        # flat: contracting two axes, XLA on a CPU copies the weights into another order first, in every decode step
-        merged = linear(x.reshape(*x.shape[:2], n * h), self.o[...].reshape(n * h, d))
+        merged = project(self, "o", x.reshape(*x.shape[:2], -1))
         return merged + self.o_bias[...].astype(x.dtype) if self.config.o_bias else merged
 
 
@@ -238,15 +221,16 @@ class GatedFeedForward(nnx.Module):
         if config.mlp_bias:
             self.gate_bias, self.up_bias = _zeros((f,), ("mlp",)), _zeros((f,), ("mlp",))
             self.down_bias = _zeros((d,), ("norm",))
+        add_adapters(self, {"gate": 1, "up": 1, "down": 1}, config.lora, rngs)
         self.config, self.mesh = config, mesh
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = linear(x, self.gate[...]), linear(x, self.up[...])
+        gate, up = project(self, "gate", x), project(self, "up", x)
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...].astype(x.dtype), up + self.up_bias[...].astype(x.dtype)
         hidden = ACTIVATIONS[self.config.activation](gate) * up
         hidden = sharding.constrain(hidden, self.mesh, ("batch", "length", "mlp"))
-        out = linear(hidden, self.down[...])
+        out = project(self, "down", hidden)
         return out + self.down_bias[...].astype(x.dtype) if self.config.mlp_bias else out
 
 
@@ -424,24 +408,54 @@ class Model:
     def init_params(self, seed: int) -> Params:
         """Fresh parameters, created directly in their shards."""
 
-        def create() -> Params:
-            params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.mesh, nnx.Rngs(params=seed))))
-            return jax.tree.map(lambda p, like: p.astype(like.dtype), params, self.abstract_params)
+        return jax.jit(lambda: self._create(seed), out_shardings=_shardings(self.abstract_params))()
 
-        return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))()
+    @property
+    def abstract_base(self) -> Params:
+        """Of what a checkpoint of such a model has: all parameters but adapters."""
+        return split_adapters(self.abstract_params)[0]
+
+    def adapt(self, base: Params, seed: int) -> Params:
+        """The base with fresh adapters, which do not change what it computes yet; without LoRA the base itself."""
+        if self.config.lora is None:
+            return base
+        adapters = self.split(self.abstract_params)[1]
+        fresh = jax.jit(lambda: self.split(self._create(seed))[1], out_shardings=_shardings(adapters))()
+        return join_adapters(jax.tree.map(lambda x, like: x.astype(like.dtype), base, self.abstract_base), fresh)
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """(what stays as it is, what is trained): with LoRA (base, adapters), else ({}, params)."""
+        return split_adapters(params) if self.config.lora else ({}, params)
+
+    def join(self, frozen: Params, trained: Params) -> Params:
+        """The inverse of `split`."""
+        return join_adapters(frozen, trained) if self.config.lora else trained
 
     def parameter_count(self) -> int:
         return sum(x.size for x in jax.tree.leaves(self.abstract_params))
+
+    def _create(self, seed: int) -> Params:
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.config, self.mesh, _rngs(seed))))
+        return jax.tree.map(lambda p, like: p.astype(like.dtype), params, self.abstract_params)
+
+
+def _rngs(seed: int) -> nnx.Rngs:
+    """The adapters' stream is their own: the other parameters are the same with and without them."""
+    return nnx.Rngs(params=seed, lora=jax.random.fold_in(jax.random.key(seed), 1))
+
+
+def _shardings(abstract: Params) -> Params:
+    return jax.tree.map(lambda x: x.sharding, abstract)
 
 
 def build_model(config: TransformerConfig, mesh: Mesh, param_dtype: str = "float32") -> Model:
     """Traces the transformer's structure; allocates nothing.
 
     mesh: an AbstractMesh, which has no devices, will do as long as nothing is run.
-    param_dtype: of matrices and biases; the scales of norms stay float32.
+    param_dtype: of matrices and biases; the scales of norms and adapters stay float32.
     """
     concrete = mesh if isinstance(mesh, Mesh) else None
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, concrete, nnx.Rngs(params=0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, concrete, _rngs(0))))
     axes = nnx.to_pure_dict(
         jax.tree.map(
             lambda v: v.replace(v.get_metadata("logical_axes")), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -449,7 +463,8 @@ def build_model(config: TransformerConfig, mesh: Mesh, param_dtype: str = "float
     )
 
     def abstract(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, a: sharding.Axes) -> jax.ShapeDtypeStruct:
-        dtype = jnp.float32 if path[-1].key == "scale" else jnp.dtype(param_dtype)
+        keys = tuple(k.key for k in path)
+        dtype = jnp.float32 if keys[-1] == "scale" or is_adapter(keys) else jnp.dtype(param_dtype)
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding.parameter_sharding(mesh, x.shape, a))
 
     return Model(

@@ -43,7 +43,7 @@ class Checkpoints:
         return path
 
     def restore(self, version: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """State with the shapes, dtypes and shardings of `like`, and the books."""
+        """State with the shapes, dtypes and shardings of `like`, and what it has frozen; and the books."""
         wanted = _as_dict(like)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         restored = self._checkpointer.restore(
@@ -56,13 +56,14 @@ class Checkpoints:
         critic = None
         if like.critic is not None:
             critic = CriticState(found["critic"], _from_leaves(found["critic_optimizer"], like.critic.opt_state))
-        state = TrainState(found["params"], _from_leaves(found["optimizer"], like.opt_state), critic)
+        state = TrainState(
+            found["params"], _from_leaves(found["optimizer"], like.opt_state), critic, frozen=like.frozen
+        )
         return state, restored["books"]
 
-    def save_reference(self, params: Params) -> Params:
-        """Keeps the parameters that RL starts from, which a KL is to; returns a copy that no training step takes."""
+    def save_reference(self, params: Params) -> None:
+        """Keeps the parameters that RL starts from: a KL is to them, and adapters are of them."""
         ocp.PyTreeCheckpointer().save(self._directory / REFERENCE, args=ocp.args.PyTreeSave(params), force=True)
-        return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
     def restore_reference(self, abstract: Params) -> Params:
         args = ocp.checkpoint_utils.construct_restore_args(abstract)

@@ -73,11 +73,15 @@ class CriticState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an update changes. Donated to the step: use only the state that it returns."""
+    """What an update changes, and what it stands on. Donated to the step, but for `frozen`: use only the state that it
+    returns."""
 
     params: Params
+    """What is trained: all of the policy, or its adapters (`Model.split`)."""
     opt_state: Any
     critic: CriticState | None = None
+    frozen: Params = dataclasses.field(default_factory=dict)
+    """The rest of the policy."""
 
 
 WHOLE = ("micro_batches", "halvings")
@@ -106,6 +110,8 @@ class Programs(NamedTuple):
     """(params, batch) -> float32 [M, R, L]: of the tokens that count, under a reference's parameters; None without."""
     update: Any
     """(state, batch, targets, version, rates) -> (state, sums)."""
+    executable: Any
+    """What `update` runs, for its memory analysis."""
 
 
 class Before(NamedTuple):
@@ -122,17 +128,19 @@ def init_state(
     critic: Critic | None = None,
     offload: bool = False,
 ) -> TrainState:
-    """Optimizer state beside its parameters, sharded like them; offload as in StepConfig."""
+    """A policy's parameters with optimizer state beside those that are trained, sharded like them; offload as in
+    StepConfig."""
 
     def begin(params: Params, like: Params) -> Any:
         return jax.jit(optimizer.init, out_shardings=_opt_shardings(optimizer, like, model, offload))(params)
 
-    opt_state = begin(params, model.abstract_params)
+    frozen, trained = model.split(params)
+    opt_state = begin(trained, model.split(model.abstract_params)[1])
     if critic is None:
-        return TrainState(params, opt_state)
+        return TrainState(trained, opt_state, frozen=frozen)
     critic_params = critic.init_params(params)
     critic_opt = begin(critic_params, critic.abstract_params)
-    return TrainState(params, opt_state, CriticState(critic_params, critic_opt))
+    return TrainState(trained, opt_state, CriticState(critic_params, critic_opt), frozen)
 
 
 def compile_programs(
@@ -144,18 +152,20 @@ def compile_programs(
 ) -> Programs:
     """Compiles the functions ahead of time for batches shaped like `batch`; they compile nothing later."""
 
-    def step(state: TrainState, b: TrainBatch, t: Targets, version: Array, rates: Rates) -> tuple[TrainState, Any]:
-        return update(model, critic, optimizer, config, state, b, t, version, rates)
+    def step(state: TrainState, frozen: Params, *rest: Any) -> tuple[TrainState, Any]:
+        whole = dataclasses.replace(state, frozen=frozen)
+        after, sums = update(model, critic, optimizer, config, whole, *rest)
+        return dataclasses.replace(after, frozen={}), sums
 
     def moments(like: Params) -> Any:
         shardings = _opt_shardings(optimizer, like, model, config.offload)
         return jax.tree.map(_abstract, jax.eval_shape(optimizer.init, like), shardings)
 
-    params = model.abstract_params
-    state = TrainState(params, moments(params))
+    frozen, trained = model.split(model.abstract_params)
+    changing = TrainState(trained, moments(trained))
     if critic is not None:
         values = critic.abstract_params
-        state = dataclasses.replace(state, critic=CriticState(values, moments(values)))
+        changing = dataclasses.replace(changing, critic=CriticState(values, moments(values)))
     placed = jax.tree.map(_abstract, batch, batch_shardings(model))
     targets = _abstract_targets(config, batch, model, critic)
     everywhere = sharding.replicated(model.mesh)
@@ -163,12 +173,21 @@ def compile_programs(
     rows = rows_sharding(model)  # as the targets that they become: no other layout is to be converted
     before = jax.jit(lambda s, b: forward_before(model, critic, config, s, b), out_shardings=rows)
     logprobs = jax.jit(lambda p, b: batch_logprobs(model, config, p, b), out_shardings=rows)
+    after = (jax.tree.map(lambda x: x.sharding, changing), everywhere)
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=after).lower(
+        changing, frozen, placed, targets, version, Rates(rate, rate)
+    )
+    executable = lowered.compile()
+
+    def run(state: TrainState, *rest: Any) -> tuple[TrainState, diagnostics.Sums]:
+        after, sums = executable(dataclasses.replace(state, frozen={}), state.frozen, *rest)
+        return dataclasses.replace(after, frozen=state.frozen), sums
+
     return Programs(
-        before=before.lower(state, placed).compile(),
-        logprobs=logprobs.lower(params, placed).compile() if config.with_reference else None,
-        update=jax.jit(step, donate_argnums=0, out_shardings=(jax.tree.map(lambda x: x.sharding, state), everywhere))
-        .lower(state, placed, targets, version, Rates(rate, rate))
-        .compile(),
+        before=before.lower(dataclasses.replace(changing, frozen=frozen), placed).compile(),
+        logprobs=logprobs.lower(model.abstract_params, placed).compile() if config.with_reference else None,
+        update=run,
+        executable=executable,
     )
 
 
@@ -210,7 +229,7 @@ def forward_before(model: Model, critic: Critic | None, config: StepConfig, stat
 
     def look(i: Array, parts: int) -> Before:
         micro = _micro_batch(b, i, parts)
-        policy = model.bind(state.params)
+        policy = model.bind(model.join(state.frozen, state.params))
         hidden = policy(*_inputs(micro))  # traced, and not computed where nothing reads it
         logprobs = values = None
         if with_logprobs:
@@ -258,12 +277,12 @@ def update(
     Where the loss or a gradient is not finite the state stays as it was, and sums["skipped"] is 1.
     """
     critic_params = None if state.critic is None else state.critic.params
-    statistic = _statistic(model, config, state.params, batch, targets, version)
+    statistic = _statistic(model, config, model.join(state.frozen, state.params), batch, targets, version)
 
     def loss(trained: tuple[Params, Params | None], i: Array, parts: int = 1) -> tuple[Array, diagnostics.Sums]:
         params, values_params = trained
         micro, target = _micro_batch(batch, i, parts), jax.tree.map(lambda x: _cut(x[i], parts), targets)
-        policy = model.bind(params)
+        policy = model.bind(model.join(state.frozen, params))
         hidden = policy(*_inputs(micro))
         logprobs, entropy = _logprobs(model, config, policy, hidden, micro)
         x = token_inputs(micro, target, logprobs, version, statistic)
@@ -315,22 +334,23 @@ def update(
         norms["max_critic_grad_norm"] = optax.tree.norm(critic_grads)
 
     def descend(state: TrainState) -> TrainState:
-        after = TrainState(*_descend(optimizer, policy_grads, state.opt_state, state.params, rate))
-        if state.critic is None:
-            return after
-        values = _descend(optimizer, critic_grads, state.critic.opt_state, state.critic.params, rates.critic)
-        return dataclasses.replace(after, critic=CriticState(*values))
+        params, opt_state = _descend(optimizer, policy_grads, state.opt_state, state.params, rate)
+        critic = state.critic
+        if critic is not None:
+            critic = CriticState(*_descend(optimizer, critic_grads, critic.opt_state, critic.params, rates.critic))
+        return dataclasses.replace(state, params=params, opt_state=opt_state, critic=critic)
 
     finite = jnp.all(jnp.isfinite(jnp.stack([sums["objective"], *norms.values()])))
-    after = jax.lax.cond(finite, descend, lambda state: state, state)
-    return after, sums | norms | {"skipped": 1 - finite.astype(jnp.int32)}
+    after = jax.lax.cond(finite, descend, lambda state: state, dataclasses.replace(state, frozen={}))
+    return dataclasses.replace(after, frozen=state.frozen), sums | norms | {"skipped": 1 - finite.astype(jnp.int32)}
 
 
 def _on_device(
     state: TrainState, model: Model, critic: Critic | None, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """With the optimizers' states brought back from the host's memory."""
-    moved = jax.device_put(state.opt_state, _opt_shardings(optimizer, model.abstract_params, model))
+    trained = model.split(model.abstract_params)[1]
+    moved = jax.device_put(state.opt_state, _opt_shardings(optimizer, trained, model))
     state = dataclasses.replace(state, opt_state=moved)
     if state.critic is None or critic is None:
         return state

@@ -11,7 +11,7 @@ import pathlib
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -69,6 +69,36 @@ class MemoryChannel:
                 del self._snapshots[version]
 
 
+class PartChannel:
+    """A channel in which the part of the parameters travels that is trained; readers join it to the rest, which they
+    read once. The publisher's snapshots have that part alone."""
+
+    def __init__(
+        self,
+        channel: WeightChannel,
+        split: Callable[[Params], tuple[Params, Params]],
+        join: Callable[[Params, Params], Params],
+        read_rest: Callable[[Params], Params],
+    ):
+        """split: parameters -> (the rest, what travels); join: its inverse; read_rest: the rest, laid out as its
+        argument says."""
+        self._channel, self._split, self._join, self._read_rest = channel, split, join, read_rest
+        self._rest: Params = None
+
+    def publish(self, snapshot: PolicySnapshot) -> None:
+        self._channel.publish(snapshot)
+
+    def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
+        rest, part = self._split(abstract_params)
+        found = self._channel.load(version, part)
+        if self._rest is None:
+            self._rest = self._read_rest(rest)
+        return PolicySnapshot(version, self._join(self._rest, found.params))
+
+    def retire(self, keep: Iterable[int]) -> None:
+        self._channel.retire(keep)
+
+
 class OrbaxChannel:
     """Through a directory that both roles see: `<directory>/<version>/` per version, in OCDBT + Zarr3, uncompressed."""
 
@@ -121,6 +151,12 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process-{here}"
     )
+
+
+def read_alone(path: pathlib.Path, abstract: Any) -> Any:
+    """`restore`, in a process that waits for no other."""
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
+    return restore(ocp.Checkpointer(handler, multiprocessing_options=_alone()), path.absolute(), abstract)
 
 
 def restore(checkpointer: ocp.Checkpointer, path: pathlib.Path, abstract: Any) -> Any:
