@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.data.tokenizer import build_character_tokenizer
 from areal_jax.environments.single_turn import ENVIRONMENTS
 from areal_jax.models import pretrained
+from areal_jax.models.kernels import BEST, KERNELS
 from areal_jax.models.linear import LoraConfig
 from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
 from areal_jax.rewards.math import REWARDS
@@ -156,9 +158,40 @@ def model_on(
         )
     adapters = lora_config(config)
     model_config = dataclasses.replace(
-        model_config, compute_dtype=dtype, remat=t.remat, scan_layers=t.scan_layers, lora=adapters
+        model_config,
+        compute_dtype=dtype,
+        attention=attention_kernel(config.model.attention, mesh, on_cpu),
+        remat=t.remat,
+        scan_layers=t.scan_layers,
+        lora=adapters,
     )
     return build_model(model_config, mesh, "float32" if role == "trainer" and not adapters else dtype)
+
+
+def attention_kernel(name: str, mesh: Mesh, on_cpu: bool) -> str:
+    """What `config.model.attention` stands for. Raises UserError for a kernel that cannot run on the devices, whose
+    package is missing, or that does not split rows as the mesh does."""
+    platform = "cpu" if on_cpu else jax.default_backend()
+    if name == "auto":
+        return BEST.get(platform, "xla")
+    if name == "xla":
+        return name
+    kernel = KERNELS[name]
+    elsewhere = platform == "cpu" and not on_cpu  # a plan, made on another machine than the run's
+    possible = ["xla", *(n for n, k in KERNELS.items() if platform in k.platforms)]
+    if name not in possible and not elsewhere:
+        raise UserError(f"model.attention is {name!r} and the devices are {platform}: expected one of {possible}")
+    if importlib.util.find_spec(kernel.package) is None and not elsewhere:
+        raise UserError(
+            f"model.attention is {name!r}, which needs the package {kernel.package}: pip install -r "
+            "requirements-extra.txt"
+        )
+    if mesh.shape["context"] > 1 and not kernel.splits_rows:
+        raise UserError(
+            f"model.attention is {name!r}, which has rows whole, and mesh.trainer.context is {mesh.shape['context']}: "
+            "set it to 1, or model.attention='xla'"
+        )
+    return name
 
 
 def lora_config(config: ml_collections.ConfigDict) -> LoraConfig | None:
@@ -167,12 +200,10 @@ def lora_config(config: ml_collections.ConfigDict) -> LoraConfig | None:
     return LoraConfig(**lora.to_dict()) if lora and lora.rank else None
 
 
-def weight_channel(
-    config: ml_collections.ConfigDict, model: Model, channel: WeightChannel, read_base: Callable[[Params], Params]
-) -> WeightChannel:
+def weight_channel(model: Model, channel: WeightChannel, read_base: Callable[[Params], Params]) -> WeightChannel:
     """The channel itself or, with LoRA, one in which adapters alone travel; read_base: what they adapt, laid out as its
     argument says."""
-    return PartChannel(channel, model.split, model.join, read_base) if config.model.lora.rank else channel
+    return PartChannel(channel, model.split, model.join, read_base) if model.config.lora else channel
 
 
 def make_sampling_program(config: ml_collections.ConfigDict, model: Model, policy: Policy) -> Program:

@@ -11,6 +11,7 @@ import ml_collections
 from areal_jax import objective
 from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
+from areal_jax.models.kernels import KERNELS
 from areal_jax.models.linear import PROJECTIONS
 from areal_jax.models.transformer import REMAT
 from areal_jax.rewards.math import REWARDS
@@ -58,6 +59,7 @@ CHECKS: dict[str, Check] = {
     "model.norm_eps": POSITIVE,
     "model.logit_soft_cap": _at_least(0),
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
+    "model.attention": _one_of("auto", "xla", *KERNELS),
     "model.lora.rank": _at_least(0),
     "model.lora.alpha": POSITIVE,
     "model.lora.target_modules": (

@@ -24,9 +24,9 @@ from areal_jax import build, sharding
 from areal_jax.config import unflatten
 from areal_jax.models.checkpoint_io import save_adapters, save_params
 from areal_jax.models.families import HfConfig, to_hf
-from areal_jax.models.linear import LoraConfig, merge
+from areal_jax.models.linear import LoraConfig, merge_adapters
 from areal_jax.models.transformer import build_model
-from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.trainer.checkpoint import REFERENCE, Checkpoints
 from areal_jax.types import Params, UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
@@ -54,14 +54,13 @@ def export(
     policy, lora = build.find_policy(config), build.lora_config(config)
     if adapter:
         _require_adapters(lora, policy, workdir)
-    version, frozen, trained = _params_of(workdir, step, policy, lora)
+    version, params = _params_of(workdir, step, policy, lora, adapter)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
         if adapter and lora is not None and policy.pretrained is not None:
-            save_adapters(trained, lora, policy.pretrained.path, policy.pretrained.revision, temporary, dtype)
+            save_adapters(params, lora, policy.pretrained.where, policy.pretrained.revision, temporary, dtype)
         else:
-            params = merge(frozen, trained, lora) if lora else trained
             save_params(params, policy.config, temporary, dtype, max_shard_bytes)
             _write_json(temporary / "config.json", hf_config(policy, dtype))
             _write_json(temporary / "generation_config.json", _generation_config(policy, config))
@@ -79,7 +78,7 @@ def _require_adapters(lora: LoraConfig | None, policy: build.Policy, workdir: pa
     if lora is None:
         raise UserError(f"--adapter: all parameters of {workdir} were trained (model.lora.rank is 0); leave it out")
     if policy.pretrained is None or policy.pretrained.is_gguf:
-        base = policy.pretrained.path if policy.pretrained else "the result of the run's own warm start"
+        base = policy.pretrained.path if policy.pretrained else "a new model"
         raise UserError(
             f"--adapter: the adapters of {workdir} are of {base}, which is no Hugging Face model that PEFT could put "
             "them on; leave it out, and they are merged"
@@ -118,9 +117,10 @@ def _config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
 
 
 def _params_of(
-    workdir: pathlib.Path, step: int | None, policy: build.Policy, lora: LoraConfig | None
-) -> tuple[int, Params, Params]:
-    """(step, what stayed, what was trained) of a checkpoint, spread over this process's devices."""
+    workdir: pathlib.Path, step: int | None, policy: build.Policy, lora: LoraConfig | None, adapter: bool
+) -> tuple[int, Params]:
+    """(step, the policy's parameters with adapters merged in, or its adapters alone) of a checkpoint, spread over this
+    process's devices."""
     checkpoints = Checkpoints(workdir / "checkpoints")
     available = checkpoints.versions()
     if not available:
@@ -135,8 +135,12 @@ def _params_of(
         item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
     )
     restored = ocp.PyTreeCheckpointer().restore(workdir.absolute() / "checkpoints" / str(version) / "state", args=args)
-    frozen = checkpoints.restore_reference(model.abstract_base) if lora else {}
-    return version, frozen, restored["params"]
+    if lora is None or adapter:
+        return version, restored["params"]
+    kept = workdir / "checkpoints" / REFERENCE
+    if not kept.exists():
+        raise UserError(f"{kept} is gone, which the adapters of {workdir} are of: only --adapter can be written")
+    return version, merge_adapters(checkpoints.restore_reference(model.abstract_base), restored["params"], lora)
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:

@@ -168,6 +168,7 @@ READ_WHEN: dict[str, ReadWhen] = {
         f"rollout.{key}": (lambda c: c.rollout.cache == "paged", "with rollout.cache 'paged'")
         for key in ("cache_tokens", "block_size")
     },
+    "optimizer.vocabulary_weight_decay": (lambda c: c.model.lora.rank == 0, "without LoRA (model.lora.rank 0)"),
     **{
         f"model.lora.{key}": (lambda c: c.model.lora.rank > 0, "with LoRA (model.lora.rank)")
         for key in ("alpha", "target_modules")

@@ -20,7 +20,7 @@ from areal_jax import build, sharding
 from areal_jax.launch.processes import MEMORY_SHARE
 from areal_jax.models.attention import QUERY_BLOCK
 from areal_jax.models.critic import build_critic
-from areal_jax.models.transformer import Model, TransformerConfig
+from areal_jax.models.transformer import Model, TransformerConfig, build_model
 from areal_jax.trainer.train_step import logprob_columns
 from areal_jax.types import Params, UserError
 
@@ -188,6 +188,10 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     if critic is not None and critic.backbone is not None:
         items["critic: parameters, optimizer, gradients"] = 5 * _bytes(critic.backbone.abstract_params)
         items["critic: activations of a micro-batch"] = items["activations of a micro-batch"]
+    if frozen and config.warm_start.enabled:
+        whole = build_model(dataclasses.replace(model.config, lora=None), model.mesh)
+        more = _trainer_plan(config, whole, devices).total - sum(items.values())
+        items["more for the warm start, which trains all"] = max(0, more)
     return RolePlan("trainer", devices, shape, model.parameter_count(), items, layout(model))
 
 
@@ -198,6 +202,7 @@ def activation_bytes(c: TransformerConfig, rows: int, row_length: int, tensor: i
     wide = (4 * c.heads + 4 * c.kv_heads) * c.head_dim + 4 * c.d_ff  # sharded over `tensor`
     kept = tokens * (6 * c.d_model * size + wide * size // tensor)
     scores = rows * c.heads * min(row_length, QUERY_BLOCK) * row_length * SCORE_BYTES // tensor
+    scores = scores if c.attention == "xla" else 0  # no other kernel has them all at once
     if row_length > QUERY_BLOCK:  # of one block of one layer at a time
         return _with_remat(c, tokens, kept, wide // tensor) + scores
     return _with_remat(c, tokens, kept + scores, wide // tensor)
@@ -224,7 +229,7 @@ def _sampler_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
     tables = 3 * 4 * engine.slots * engine.max_length
     apart = (tables + (0 if paging else cache)) * fewer // engine.slots  # blocks stay where they are
     tokens = min(engine.row_ladder[-1] * engine.max_length, engine.prefill_tokens)
-    scores = tokens * c.heads * min(engine.max_length, QUERY_BLOCK) * 8
+    scores = tokens * c.heads * min(engine.max_length, QUERY_BLOCK) * 8 if c.attention == "xla" else 0
     prefill = tokens * 3 * c.d_model * size + (tokens * 2 * c.d_ff * size + scores) // tensor
     prefill += token * tokens // tensor
     if engine.max_length > engine.longest_refill:  # a piece looks at the whole row, which is gathered for it

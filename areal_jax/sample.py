@@ -44,16 +44,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path, index: int, ho
     program = build.make_sampling_program(config, model, policy)
     grader = build.make_grader(config, policy) if leads else None
     channel = build.weight_channel(
-        config,
         model,
         OrbaxChannel(workdir / "weights", publishes=False),
         functools.partial(read_alone, workdir / "checkpoints" / REFERENCE),
     )
 
     # ---------------------------------------------------------------- warm up while the trainer does
-    unpublished = PolicySnapshot(NO_VERSION, model.init_params(0))
     sampler = Sampler(f"sampler-{index}", program, channel, grader, config.seed, broadcast=broadcast)
-    sampler.start(unpublished)
+    sampler.start(PolicySnapshot(NO_VERSION, model.init_params(0)))  # any weights will do to compile with
     log.info("compiled; waiting for the trainer")
     link = _link(config, workdir, broadcast)
     sampler.connect(link)

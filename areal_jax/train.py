@@ -78,6 +78,8 @@ def run(
     show, emit = emit, fan_out([metrics.write, emit])
     for text in objective.warnings(config):
         (show if saved else emit)({"kind": "warning", "text": text})  # a resumed run has them in its metrics
+    # the last run's weights go before what adapters are of is written anew: samplers that read it then wait
+    transport: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
     warm_start_began = time.monotonic()
     start = _first_weights(config, parts, saved[-1] if saved else None, emit, broadcast)
     state, reference, version, books = start.state, start.reference, start.version, start.books
@@ -90,8 +92,7 @@ def run(
     coordinator = Coordinator(_coordinator_config(config), prompts, board, version)
     if books is not None:
         coordinator.restore(books["coordinator"])
-    transport: WeightChannel = MemoryChannel() if colocated else OrbaxChannel(workdir / "weights", fresh=True)
-    channel = build.weight_channel(config, parts.model, transport, lambda _: start.state.frozen)
+    channel = build.weight_channel(parts.model, transport, lambda _: start.state.frozen)
     agree(broadcast, "publish")
     channel.publish(PolicySnapshot(version, state.params))
     ring: _InProcess | _Served
@@ -222,10 +223,10 @@ def _first_weights(
     """The state of the checkpoint of version `saved`, or a new one; process 0's `saved` counts."""
     model, learner, checkpoints = parts.model, parts.learner, parts.checkpoints
     version = agree(broadcast, saved)
-    keeps_base = learner.uses_reference or config.model.lora.rank > 0
+    adapts = model.config.lora is not None
     if version is not None:
         emit({"kind": "stage", "text": f"resuming after step {version}"})
-        base = checkpoints.restore_reference(model.abstract_base) if keeps_base else None
+        base = checkpoints.restore_reference(model.abstract_base) if adapts or learner.uses_reference else None
         params = model.init_params(0) if base is None else model.adapt(base, config.seed)
         state, books = checkpoints.restore(version, learner.init_state(params))
         return _Start(state, params if learner.uses_reference else None, version, books, books["skill_accuracy"])
@@ -234,15 +235,16 @@ def _first_weights(
         started_from = _warm_start(config, parts, emit, broadcast)
         base, skill_accuracy = started_from.params, started_from.skill_accuracy
     elif parts.policy.pretrained is not None:
-        emit({"kind": "stage", "text": f"reading {model.parameter_count():,} parameters of {config.model.path}"})
+        count = sum(x.size for x in jax.tree.leaves(model.abstract_base))
+        emit({"kind": "stage", "text": f"reading {count:,} parameters of {config.model.path}"})
         base = parts.policy.pretrained.load_params(model)
     else:
         base = split_adapters(model.init_params(config.seed))[0]
     params = model.adapt(base, config.seed)
-    if keeps_base:
+    if adapts or learner.uses_reference:
         checkpoints.save_reference(split_adapters(params)[0])
     state = learner.init_state(params)
-    if config.model.lora.rank:
+    if adapts:
         trained = sum(x.size for x in jax.tree.leaves(state.params))
         emit({"kind": "stage", "text": f"LoRA: {trained:,} of {model.parameter_count():,} parameters are trained"})
     return _Start(state, _copy_of_trained(model, params) if learner.uses_reference else None, 0, None, skill_accuracy)

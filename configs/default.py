@@ -31,6 +31,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.tied_embeddings = False
     c.model.logit_soft_cap = 0.0  # >= 0; 0 is off
     c.model.compute_dtype = "auto"  # auto | float32 | bfloat16; auto is float32 on a CPU, bfloat16 elsewhere
+    # kernel of attention in training steps and prefill: auto | xla | mosaic, triton, cudnn (GPUs) | xla_chunked (these
+    # from tokamax, requirements-extra.txt) | splash (TPUs); auto is what was measured to be quickest, else xla
+    c.model.attention = "auto"
     c.model.lora = ml_collections.ConfigDict()  # adapters of low rank; they alone are trained and sent to samplers
     c.model.lora.rank = 0  # >= 0; 0 is off: all parameters are trained
     c.model.lora.alpha = 32.0  # > 0; the adapters' part is multiplied by alpha / rank

@@ -4,6 +4,7 @@
     python -m experiments.benchmark generate --n-eos 64 --requests 128    # lengths with a long tail
     python -m experiments.benchmark train
     python -m experiments.benchmark packing                  # long-tailed lengths: padded, by number, by token budget
+    python -m experiments.benchmark attention                # kernels that run here, forward and backward
     python -m experiments.benchmark memory                   # of an update of the 135M shape on 8,192 tokens
     python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
     python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
@@ -27,12 +28,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import packing
+from areal_jax.models.kernels import KERNELS, Packed, attend_packed
 from areal_jax.models.linear import PROJECTIONS, LoraConfig
 from areal_jax.models.transformer import REMAT, Model, TransformerConfig, build_model
 from areal_jax.rl.losses import LossConfig, resolve
@@ -224,6 +227,57 @@ class Gradients:
         return time.process_time() - began
 
 
+def attention(options: argparse.Namespace) -> dict[str, Any]:
+    """Attention of --batch packed rows of --prompt + --new tokens, four segments in each, forward and backward, by
+    every kernel that runs on this platform; they take turns. In float32 on a CPU, else in bfloat16."""
+    c, rows, length = MODELS[options.config], options.batch, options.prompt + options.new
+    platform = jax.default_backend()
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (rows, length, c.heads, c.head_dim), dtype)
+    k, v = (jax.random.normal(key, (rows, c.kv_heads, length, c.head_dim), dtype) for key in keys[1:3])
+    segments = jnp.sort(jax.random.randint(keys[3], (rows, length), 0, 4))
+    mask = jnp.tril(jnp.ones((length, length), bool)) & (segments[:, :, None] == segments[:, None])
+    packed = Packed(mask, segments, 0)
+
+    def both(name: str) -> Any:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.square(attend_packed(name, q, k, v, packed, c.head_dim**-0.5, None).astype(jnp.float32)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+    functions, refused = {"xla": both("xla")}, {}
+    plain, away = jax.device_get(functions["xla"](q, k, v)[1]), {"xla": 0.0}
+    for name in (n for n, kernel in KERNELS.items() if platform in kernel.platforms):
+        function = both(name)
+        try:
+            found = jax.device_get(function(q, k, v)[1])
+        except Exception as error:  # a kernel may not have this shape or card: that is a result too
+            refused[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        functions[name] = function
+        pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(found, plain, strict=True)]
+        away[name] = max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(options.reps + 1):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            jax.block_until_ready(function(q, k, v))
+            if i:
+                seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    return {
+        "name": "areal_jax_attention",
+        "milliseconds": {name: round(1e3 * s, 3) for name, s in medians.items()},
+        "times_as_fast_as_xla": {name: round(medians["xla"] / s, 3) for name, s in medians.items()},
+        "largest_difference_of_a_gradient": {name: float(f"{x:.2g}") for name, x in away.items()},
+        "refused": refused,
+        "platform": platform,
+        "dtype": dtype,
+        **workload(options),
+    }
+
+
 def cache(options: argparse.Namespace) -> dict[str, Any]:
     """Serves the same requests with a dense cache and with a paged one of --cache-share, the two taking turns."""
     model = make_model(options)
@@ -287,6 +341,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str,
     "generate": (generate, {}),
     "train": (train, {}),
     "packing": (packing_ways, {"new": 960, "requests": 64, "halvings": 2, "micro_batch_rows": 2, "reps": 3}),
+    "attention": (attention, {"batch": 4, "new": 960}),
     "memory": (memory, {"config": "smol135", "new": 8128}),
     "cache": (
         cache,

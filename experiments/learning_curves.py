@@ -2,8 +2,9 @@
 
     python -m experiments.learning_curves
 
-runs, one after another on the whole machine: `tiny`, `tiny` with the rewards of each batch shuffled (the control), and
-`tiny-skill`, each for the seeds 0, 1 and 2 (a seed sets the warm start, the order of the problems and the sampling).
+runs, one after another on the whole machine: `tiny`, `tiny` with the rewards of each batch shuffled (the control),
+`tiny` with adapters of rank 8 alone trained, and `tiny-skill`, each for the seeds 0, 1 and 2 (a seed sets the warm start,
+the order of the problems and the sampling).
 Runs lie under --runs; a finished one is not run again.
 """
 
@@ -18,6 +19,10 @@ from experiments import common
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("configs/math.py", {}),
     "tiny, shuffled rewards": ("configs/math.py", {"reward.shuffle": True}),
+    "tiny, LoRA": (
+        "configs/math.py",
+        {"model.lora.rank": 8, "optimizer.learning_rate": 1e-3, "optimizer.final_learning_rate": 1e-3},
+    ),
     "tiny-skill": ("configs/math.py:tiny-skill", {}),
 }
 COLUMNS = (
@@ -66,6 +71,7 @@ def plot(directory: pathlib.Path, rows: list[dict[str, Any]], curves: list[dict[
     plt = common.pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
     styles = {"tiny": (0, "tab:blue", "-"), "tiny, shuffled rewards": (0, "tab:gray", "--")}
+    styles["tiny, LoRA"] = (0, "tab:purple", "-.")
     styles["tiny-skill"] = (1, "tab:green", "-")
     for condition, (panel, color, line) in styles.items():
         for seed in sorted({r["seed"] for r in rows}):

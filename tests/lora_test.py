@@ -15,13 +15,13 @@ from areal_jax import build, plan, sharding
 from areal_jax.config import refuse_idle_overrides, validate
 from areal_jax.metrics import read_metrics
 from areal_jax.models.critic import build_critic
-from areal_jax.models.linear import PROJECTIONS, LoraConfig, merge
+from areal_jax.models.linear import PROJECTIONS, LoraConfig, merge_adapters
 from areal_jax.models.transformer import build_model
 from areal_jax.rl.losses import LossConfig, resolve
 from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.optimizer import OptimizerConfig, make_optimizer
-from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, PartChannel
+from areal_jax.transport.weights import MemoryChannel, OrbaxChannel, PartChannel, VersionGone
 from areal_jax.types import PolicySnapshot, Targets, UserError
 from configs import default
 from tests.end_to_end_test import flatten, parameters
@@ -69,7 +69,7 @@ def test_fresh_adapters_change_nothing_and_the_base_is_that_of_a_model_without()
 
 def test_merged_weights_compute_what_the_adapters_do():
     model, params = adapted()
-    merged = merge(*model.split(params), LORA)
+    merged = merge_adapters(*model.split(params), LORA)
     logits = forward(model, params, *INPUTS)
     np.testing.assert_allclose(logits, forward(tiny_model(), merged, *INPUTS), atol=1e-5 * np.abs(logits).max())
     without = forward(tiny_model(), model.split(params)[0], *INPUTS)
@@ -101,7 +101,7 @@ def test_an_update_changes_every_adapter_and_nothing_else():
 def test_the_gradient_of_the_adapters_is_that_of_the_merged_weights_projected():
     """W + s A B: the gradient of A is s G B^T and that of B is s A^T G, for the gradient G of the merged weights."""
     model, params = adapted()
-    merged = jax.device_get(merge(*model.split(params), LORA))
+    merged = jax.device_get(merge_adapters(*model.split(params), LORA))
     before = flatten(jax.device_get(model.split(params)[1]))
     state, _ = update(model, params)
     full, _ = update(tiny_model(), jax.tree.map(jnp.asarray, merged))
@@ -136,7 +136,9 @@ def test_in_bfloat16_the_adapters_stay_float32():
     base = tiny_model().init_params(0)  # as a warm start leaves it
     state, _ = update(model, model.adapt(base, 0), optax.sgd(1.0))
     assert state.frozen["embedding"].dtype == jnp.bfloat16
-    assert any(np.any(x) for x in jax.tree.leaves(state.params))
+    for path, x in flatten(jax.device_get(state.params)).items():
+        assert x.dtype == np.float32
+        assert path[-1] == "a" or np.any(x), path  # B, which was zero, is trained
 
 
 def test_a_critic_of_its_own_begins_with_the_layers_without_adapters():
@@ -168,16 +170,40 @@ def test_adapters_alone_travel_and_the_base_is_read_once(kind, tmp_path):
         assert loaded.version == version
         jax.tree.map(np.testing.assert_array_equal, loaded.params, model.join(frozen, model.split(p)[1]))
     assert len(reads) == 1
+    frozen = jax.tree.map(lambda x: x + 1, frozen)  # of another run, with another base
+    channel.forget()
+    loaded = channel.load(1, model.abstract_params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, model.join(frozen, model.split(params[1])[1]))
+    assert len(reads) == 2
     assert loaded.params["embedding"] is frozen["embedding"]
     trained = model.split(model.abstract_params)[1]
     sent = inner.load(1, trained).params
     assert size(sent) == size(trained) < size(frozen)
 
 
+@pytest.mark.parametrize(("gone", "error"), [(False, ValueError), (True, VersionGone)])
+def test_a_base_that_goes_while_it_is_read_goes_with_the_version(gone, error, tmp_path):
+    """A trainer that starts anew removes the versions of its last run, then what their adapters were of."""
+    model = tiny_model(CONFIG)
+    weights = tmp_path / "weights"
+    OrbaxChannel(weights).publish(PolicySnapshot(0, model.split(model.init_params(0))[1]))
+
+    def read(abstract):
+        if gone:
+            OrbaxChannel(weights, fresh=True)
+        raise ValueError("incomplete")
+
+    channel = PartChannel(OrbaxChannel(weights, publishes=False), model.split, model.join, read)
+    with pytest.raises(error):
+        channel.load(0, model.abstract_params)
+
+
 def test_the_plan_counts_optimizer_and_gradients_of_the_adapters_alone():
     config = default.get_config()
     config.model.lora.rank = 4
     gpu = plan.Slice(1, plan.GIB)
+    warming = plan.make_plan(config, gpu, gpu)[0].total
+    config.warm_start.enabled = False
     trainer, sampler = plan.make_plan(config, gpu, gpu)
     model = build.model_on(one_device_mesh(), config, "trainer", build.find_policy(config).config, on_cpu=False)
     frozen, trained = model.split(model.init_params(0))
@@ -188,6 +214,10 @@ def test_the_plan_counts_optimizer_and_gradients_of_the_adapters_alone():
     assert trainer.items["gradients (sum and micro-batch, float32)"] == 2 * bytes_of[1]
     assert sampler.items["adapters, 3 versions"] == 3 * bytes_of[1]
     assert any(line.startswith("layers.*.attention.q_lora.a") for line in trainer.layout)
+    assert warming > trainer.total  # the supervised stages before it train everything
+    config.model.lora.rank, config.warm_start.enabled = 0, True
+    assert warming == plan.make_plan(config, gpu, gpu)[0].total
+    config.model.lora.rank = 4
     together = plan.make_plan(config, gpu, gpu, colocated=True)[1]
     assert "parameters under adapters, and those of the warm-up" not in together.items
 
@@ -313,7 +343,8 @@ def test_a_run_in_one_process_goes_on_from_its_checkpoint(tmp_path):
     assert "resuming after step 2" in done.stdout
     for x, y in zip(numbers(parameters(whole)), numbers(parameters(half)), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert_refused(
-        run_export(f"--workdir={whole}", f"--output={tmp_path / 'x'}", "--adapter"), "the run's own warm start"
-    )
+    assert_refused(run_export(f"--workdir={whole}", f"--output={tmp_path / 'x'}", "--adapter"), "are of a new model")
     assert run_export(f"--workdir={whole}", f"--output={tmp_path / 'merged'}").returncode == 0
+    shutil.rmtree(whole / "checkpoints" / "reference")
+    assert_refused(run_export(f"--workdir={whole}", f"--output={tmp_path / 'x'}"), "is gone, which the adapters")
+    assert not (tmp_path / "x").exists()

@@ -16,7 +16,7 @@ from areal_jax.trainer import train_step
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from areal_jax.types import Targets, TrainBatch
-from tests.helpers import tiny_model, trajectory
+from tests.helpers import TINY, tiny_model, trajectory
 
 RNG = np.random.default_rng(0)
 BATCH = [trajectory(i, 2 + i % 3, 3 + i % 7, RNG) for i in range(24)]
@@ -31,11 +31,11 @@ def packed(row_length=32, rows=8, batch=BATCH, advantages=ADVANTAGES, halvings=0
     return found, layout.spread([a * t.loss_mask for a, t in zip(advantages, batch, strict=True)])
 
 
-def step(mesh_shape=(1,), batch=None, optimizer=PLAIN, loss="decoupled_ppo", **options):
+def step(mesh_shape=(1,), batch=None, optimizer=PLAIN, loss="decoupled_ppo", model_config=TINY, **options):
     """(proximal log-probs, parameters after one update, sums), on the host."""
     devices = jax.devices()[: int(np.prod(mesh_shape))]
     mesh = sharding.make_mesh(dict(zip(sharding.MESH_AXES, mesh_shape, strict=False)), devices)
-    model = tiny_model(mesh=mesh)
+    model = tiny_model(model_config, mesh)
     batch, advantages = packed() if batch is None else batch
     halvings = int(np.max(batch.halvings))
     config = train_step.StepConfig(resolve(LossConfig(loss, **options)), halvings=halvings)

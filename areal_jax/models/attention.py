@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 QUERY_BLOCK = 1024  # attention of longer sequences is computed for so many queries at a time
+PARTS, SMALLEST_PART = 8, 64
 MASKED = -1e30  # added to masked attention scores; finite, so that an all-masked (padding) row has no NaN
 
 
@@ -17,6 +18,7 @@ def attend(
     mask: Bool[Array, "B T S"],
     scale: float,
     shards: int = 1,
+    causal: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Scores (times `scale`) and softmax in float32. N is a multiple of K.
 
@@ -25,8 +27,18 @@ def attend(
     and decoding).
     At most QUERY_BLOCK x S scores a head exist at a time; a backward computes them again, block by block.
     shards: of T, which it is a multiple of; each has blocks of its own.
+    causal: promises that no query attends to a key with a higher index. The queries are then taken in up to PARTS
+    parts, each with the keys up to its own end, so that little more than half of the scores are computed at all.
     """
     b, t, n, h = q.shape
+    parts = min(PARTS, t // SMALLEST_PART) if causal and shards == 1 else 1
+    if parts > 1:
+        ends = [min(t, (i + 1) * -(-t // parts)) for i in range(parts)]
+        each = [
+            attend(q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end], scale)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        return jnp.concatenate(each, axis=1)
     size = QUERY_BLOCK * shards
     if t > size:
         pad = -t % size

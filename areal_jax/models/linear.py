@@ -96,7 +96,7 @@ def add_adapters(module: nnx.Module, inputs: dict[str, int], config: LoraConfig 
         setattr(module, name + SUFFIX, Adapter(getattr(module, name), inputs[name], config, rngs))
 
 
-def project(module: nnx.Module, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+def projected(module: nnx.Module, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
     """x through the module's weights of this name and, where they have one, their adapter. Axes of the weights that x
     or the result has as one are joined: contracting two axes, XLA on a CPU copies the weights into another order
     first, in every decode step. What rematerialisation may keep, the sum of both, is called PROJECTED."""
@@ -125,12 +125,14 @@ def is_adapter(path: tuple[Any, ...]) -> bool:
     return len(path) > 1 and str(path[-2]).endswith(SUFFIX)
 
 
-def merge(frozen: Params, adapters: Params, config: LoraConfig) -> Params:
-    """W + alpha / rank A B in the place of every W that has an adapter, in W's dtype; the rest as it is."""
+def merge_adapters(frozen: Params, adapters: Params, config: LoraConfig) -> Params:
+    """W + alpha / rank A B in the place of every W that has an adapter, in W's dtype; the rest as it is. Of a `frozen`
+    that nobody else holds each W goes as soon as it is merged."""
     flat, parts = flatten_dict(frozen), flatten_dict(adapters)
+    del frozen
     for path in {path[:-1] for path in parts}:
         a, b = (jnp.asarray(parts[*path, name], jnp.float32) for name in "ab")
         weights = (*path[:-1], path[-1].removesuffix(SUFFIX))
-        w, change = flat[weights], a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
+        w, change = flat.pop(weights), a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
         flat[weights] = (w.astype(jnp.float32) + config.scale * change.reshape(w.shape)).astype(w.dtype)
     return unflatten_dict(flat)

@@ -37,6 +37,12 @@ class Pretrained:
     """A directory with config.json, or a GGUF file."""
 
     @property
+    def where(self) -> str:
+        """Its name on the hub, or its absolute path."""
+        here = pathlib.Path(self.path).expanduser()
+        return str(here.absolute()) if here.exists() else self.path
+
+    @property
     def is_gguf(self) -> bool:
         return self.local.suffix == ".gguf"
 

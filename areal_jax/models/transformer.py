@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax import sharding
 from areal_jax.models.attention import attend
+from areal_jax.models.kernels import Packed, attend_packed
 from areal_jax.models.kv_cache import Cache, LayerKV
 from areal_jax.models.linear import (
     PROJECTED,
@@ -30,7 +31,7 @@ from areal_jax.models.linear import (
     add_adapters,
     is_adapter,
     join_adapters,
-    project,
+    projected,
     split_adapters,
 )
 from areal_jax.types import Output, Params
@@ -117,6 +118,8 @@ class TransformerConfig:
     embedding_scale: bool = False
     """Embeddings are multiplied by sqrt(d_model) (Gemma)."""
     compute_dtype: str = "float32"
+    attention: str = "xla"
+    """Of packed rows: a name in `kernels.KERNELS`, or 'xla', the plain one."""
     remat: str = "none"
     """A name in REMAT: what the forward of a training step keeps for its backward."""
     scan_layers: bool = False
@@ -193,7 +196,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Queries, keys and values, rotated; keys and values in the cache's layout."""
-        q, k, v = (project(self, name, x).reshape(*x.shape[:2], -1, self.config.head_dim) for name in "qkv")
+        q, k, v = (projected(self, name, x).reshape(*x.shape[:2], -1, self.config.head_dim) for name in "qkv")
         if self.config.qkv_bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.config.qk_norm:
@@ -206,7 +209,7 @@ class Attention(nnx.Module):
         return q, k, v
 
     def merge(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        merged = project(self, "o", x.reshape(*x.shape[:2], -1))
+        merged = projected(self, "o", x.reshape(*x.shape[:2], -1))
         return merged + self.o_bias[...].astype(x.dtype) if self.config.o_bias else merged
 
 
@@ -225,12 +228,12 @@ class GatedFeedForward(nnx.Module):
         self.config, self.mesh = config, mesh
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = project(self, "gate", x), project(self, "up", x)
+        gate, up = projected(self, "gate", x), projected(self, "up", x)
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...].astype(x.dtype), up + self.up_bias[...].astype(x.dtype)
         hidden = ACTIVATIONS[self.config.activation](gate) * up
         hidden = sharding.constrain(hidden, self.mesh, ("batch", "length", "mlp"))
-        out = project(self, "down", hidden)
+        out = projected(self, "down", hidden)
         return out + self.down_bias[...].astype(x.dtype) if self.config.mlp_bias else out
 
 
@@ -260,6 +263,11 @@ class Block(nnx.Module):
         shards = self.mesh.shape["context"] if self.mesh is not None else 1
         return attend(q, k, v, masks[self.config.window(self.layer)], self.scale, shards)
 
+    def attend_packed(self, q: Array, k: Array, v: Array, packed: dict[int, Packed]) -> Float[Array, "B T N H"]:
+        """The same among the tokens of packed rows."""
+        seen = packed[self.config.window(self.layer)]
+        return attend_packed(self.config.attention, q, k, v, seen, self.scale, self.mesh)
+
     def finish(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The next layer's input."""
         merged = self.attention.merge(attended)
@@ -285,10 +293,10 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Packed causal forward: a token attends to earlier tokens of its own segment."""
-        masks = self._packed_masks(positions, segment_ids)
+        packed = self._packed(positions, segment_ids)
 
         def run(layer: Block, x: Array) -> Array:
-            return layer.finish(x, layer.attend(*layer.project(x, positions), masks))
+            return layer.finish(x, layer.attend_packed(*layer.project(x, positions), packed))
 
         policy = REMAT[self.config.remat]
         keep = functools.partial(jax.checkpoint, policy=policy) if policy else (lambda f: f)
@@ -311,12 +319,12 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], list[LayerKV]]:
         """The packed forward, with the keys and values [B, K, T, H] of every layer."""
-        masks = self._packed_masks(positions, segment_ids)
+        packed = self._packed(positions, segment_ids)
         x = self._embed(tokens)
         keys_values = []
         for layer in self.layers:
             q, k, v = layer.project(x, positions)
-            x = layer.finish(x, layer.attend(q, k, v, masks))
+            x = layer.finish(x, layer.attend_packed(q, k, v, packed))
             keys_values.append(LayerKV(k, v))
         return self.final_norm(x), keys_values
 
@@ -364,10 +372,12 @@ class Transformer(nnx.Module):
         weights = self.embedding if self.config.tied_embeddings else self.head
         return Output(functools.partial(_project, self.config), weights[...])
 
-    def _packed_masks(self, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> dict[int, Array]:
+    def _packed(self, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> dict[int, Packed]:
+        """Who attends to whom in packed rows, by a layer's window."""
         causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
         mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, T]
-        return self._windowed(mask, positions[:, :, None] - positions[:, None, :])
+        windowed = self._windowed(mask, positions[:, :, None] - positions[:, None, :])
+        return {window: Packed(mask, segment_ids, window) for window, mask in windowed.items()}
 
     def _windowed(self, mask: Array, behind: Array) -> dict[int, Array]:
         """The mask of every window that a layer has; `behind` is how far back a key lies, in positions."""
@@ -412,7 +422,7 @@ class Model:
 
     @property
     def abstract_base(self) -> Params:
-        """Of what a checkpoint of such a model has: all parameters but adapters."""
+        """All parameters but adapters: what a pretrained checkpoint of such a model holds."""
         return split_adapters(self.abstract_params)[0]
 
     def adapt(self, base: Params, seed: int) -> Params:

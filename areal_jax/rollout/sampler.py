@@ -235,7 +235,7 @@ class Sampler:
 
     def _forget(self, engine: Engine, run: str) -> None:
         """The trainer was started anew: what was drawn for its last run, and its weights, are worth nothing."""
-        self._loader.collect(timeout=None)
+        self._loader.forget()
         self._evaluation = None
         self._engine = Engine(self._program, PolicySnapshot(NO_VERSION, engine.snapshot.params), self._seed)
         self._begin_run(run)

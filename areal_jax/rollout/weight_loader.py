@@ -68,6 +68,11 @@ class WeightLoader:
         self._reading = self._version = None
         return version, None if state == GONE else snapshot
 
+    def forget(self) -> None:
+        """Drops what is under way, and what the channel keeps of a run that is over."""
+        self.collect(timeout=None)
+        self._channel.forget()
+
     def close(self) -> None:
         """Waits for what is under way."""
         self._thread.shutdown()

@@ -36,6 +36,9 @@ class WeightChannel(Protocol):
     def retire(self, keep: Iterable[int]) -> None:
         """Removes the versions older than the newest but one and than everything in `keep`."""
 
+    def forget(self) -> None:
+        """For a reader: what it has kept is of a run that is over."""
+
 
 def retired_versions(available: Iterable[int], keep: Iterable[int]) -> list[int]:
     """The versions that may go: older than the newest but one and than every one in `keep`."""
@@ -68,6 +71,9 @@ class MemoryChannel:
             for version in retired_versions(self._snapshots, keep):
                 del self._snapshots[version]
 
+    def forget(self) -> None:
+        """Nothing is kept by readers."""
+
 
 class PartChannel:
     """A channel in which the part of the parameters travels that is trained; readers join it to the rest, which they
@@ -92,11 +98,19 @@ class PartChannel:
         rest, part = self._split(abstract_params)
         found = self._channel.load(version, part)
         if self._rest is None:
-            self._rest = self._read_rest(rest)
+            try:
+                self._rest = self._read_rest(rest)
+            except Exception:  # Orbax raises many kinds when the files go: a trainer that starts anew removes both
+                self._channel.load(version, part)
+                raise
         return PolicySnapshot(version, self._join(self._rest, found.params))
 
     def retire(self, keep: Iterable[int]) -> None:
         self._channel.retire(keep)
+
+    def forget(self) -> None:
+        self._rest = None
+        self._channel.forget()
 
 
 class OrbaxChannel:
@@ -143,6 +157,9 @@ class OrbaxChannel:
             moved = trash / str(version)
             (self._directory / str(version)).rename(moved)
             shutil.rmtree(moved)
+
+    def forget(self) -> None:
+        """Nothing is kept by readers."""
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:
