@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from areal_jax.data.templates import Template, TemplateConfig
 from areal_jax.data.tokenizer import build_character_tokenizer
 from areal_jax.environments.single_turn import ENVIRONMENTS
 from areal_jax.models import pretrained
+from areal_jax.models.decode_kernels import BEST_DECODE, DECODE_KERNELS
 from areal_jax.models.kernels import BEST, KERNELS
 from areal_jax.models.linear import LoraConfig
 from areal_jax.models.transformer import Model, Rope, TransformerConfig, build_model
@@ -161,6 +162,7 @@ def model_on(
         model_config,
         compute_dtype=dtype,
         attention=attention_kernel(config.model.attention, mesh, on_cpu),
+        decode_attention=decode_kernel(config.model.decode_attention, on_cpu),
         remat=t.remat,
         scan_layers=t.scan_layers,
         lora=adapters,
@@ -171,17 +173,11 @@ def model_on(
 def attention_kernel(name: str, mesh: Mesh, on_cpu: bool) -> str:
     """What `config.model.attention` stands for. Raises UserError for a kernel that cannot run on the devices, whose
     package is missing, or that does not split rows as the mesh does."""
-    platform = "cpu" if on_cpu else jax.default_backend()
-    if name == "auto":
-        return BEST.get(platform, "xla")
+    name = _kernel("model.attention", name, KERNELS, BEST, on_cpu)
     if name == "xla":
         return name
     kernel = KERNELS[name]
-    elsewhere = platform == "cpu" and not on_cpu  # a plan, made on another machine than the run's
-    possible = ["xla", *(n for n, k in KERNELS.items() if platform in k.platforms)]
-    if name not in possible and not elsewhere:
-        raise UserError(f"model.attention is {name!r} and the devices are {platform}: expected one of {possible}")
-    if importlib.util.find_spec(kernel.package) is None and not elsewhere:
+    if importlib.util.find_spec(kernel.package) is None and not _plans_elsewhere(on_cpu):
         raise UserError(
             f"model.attention is {name!r}, which needs the package {kernel.package}: pip install -r "
             "requirements-extra.txt"
@@ -192,6 +188,24 @@ def attention_kernel(name: str, mesh: Mesh, on_cpu: bool) -> str:
             "set it to 1, or model.attention='xla'"
         )
     return name
+
+
+def decode_kernel(name: str, on_cpu: bool) -> str:
+    """What `config.model.decode_attention` stands for. Raises UserError for kernels that cannot run on the devices."""
+    return _kernel("model.decode_attention", name, DECODE_KERNELS, BEST_DECODE, on_cpu)
+
+
+def _kernel(key: str, name: str, kernels: Mapping[str, Any], best: Mapping[str, str], on_cpu: bool) -> str:
+    platform = "cpu" if on_cpu else jax.default_backend()
+    possible = ["xla", *(n for n, k in kernels.items() if platform in k.platforms)]
+    if name not in ("auto", *possible) and not _plans_elsewhere(on_cpu):
+        raise UserError(f"{key} is {name!r} and the devices are {platform}: expected one of {possible}")
+    return best.get(platform, "xla") if name == "auto" else name
+
+
+def _plans_elsewhere(on_cpu: bool) -> bool:
+    """Whether this is a plan, made on another machine than the run's."""
+    return not on_cpu and jax.default_backend() == "cpu"
 
 
 def lora_config(config: ml_collections.ConfigDict) -> LoraConfig | None:

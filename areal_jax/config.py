@@ -11,6 +11,7 @@ import ml_collections
 from areal_jax import objective
 from areal_jax.data.sources import FORMS, SOURCES
 from areal_jax.environments.single_turn import ENVIRONMENTS
+from areal_jax.models.decode_kernels import DECODE_KERNELS
 from areal_jax.models.kernels import KERNELS
 from areal_jax.models.linear import PROJECTIONS
 from areal_jax.models.transformer import REMAT
@@ -60,6 +61,7 @@ CHECKS: dict[str, Check] = {
     "model.logit_soft_cap": _at_least(0),
     "model.compute_dtype": _one_of("auto", "float32", "bfloat16"),
     "model.attention": _one_of("auto", "xla", *KERNELS),
+    "model.decode_attention": _one_of("auto", "xla", *DECODE_KERNELS),
     "model.lora.rank": _at_least(0),
     "model.lora.alpha": POSITIVE,
     "model.lora.target_modules": (

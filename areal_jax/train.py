@@ -272,6 +272,10 @@ def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:
     )
 
 
+NOT_OF_WARM_STARTS = ("lora", "attention", "decode_attention")
+"""Keys of `config.model` that do not determine what a warm start gives."""
+
+
 def _warm_start(
     config: ml_collections.ConfigDict, parts: _Parts, emit: Emit, broadcast: Broadcast | None
 ) -> warm_start.WarmStart:
@@ -305,7 +309,7 @@ def _warm_start(
         return make()
     key = {
         "stages": options,
-        "model": {k: v for k, v in config.model.to_dict().items() if k != "lora"},
+        "model": {k: v for k, v in config.model.to_dict().items() if k not in NOT_OF_WARM_STARTS},
         "data": config.data.name,
         "lengths": [stages.row_length, stages.max_prompt_length, stages.max_response_length],
         "slots": config.rollout.slots,

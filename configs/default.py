@@ -34,6 +34,8 @@ def get_config() -> ml_collections.ConfigDict:
     # kernel of attention in training steps and prefill: auto | xla | mosaic, triton, cudnn (GPUs) | xla_chunked (these
     # from tokamax, requirements-extra.txt) | splash (TPUs); auto is what was measured to be quickest, else xla
     c.model.attention = "auto"
+    # and in decoding: auto | xla | triton (GPUs) | mosaic (TPUs, the paged cache)
+    c.model.decode_attention = "auto"
     c.model.lora = ml_collections.ConfigDict()  # adapters of low rank; they alone are trained and sent to samplers
     c.model.lora.rank = 0  # >= 0; 0 is off: all parameters are trained
     c.model.lora.alpha = 32.0  # > 0; the adapters' part is multiplied by alpha / rank

@@ -5,6 +5,7 @@
     python -m experiments.benchmark train
     python -m experiments.benchmark packing                  # long-tailed lengths: padded, by number, by token budget
     python -m experiments.benchmark attention                # kernels that run here, forward and backward
+    python -m experiments.benchmark decode_attention         # and those of decoding
     python -m experiments.benchmark memory                   # of an update of the 135M shape on 8,192 tokens
     python -m experiments.benchmark cache                    # paged against dense, up to 8,192 tokens a sample
     python -m experiments.benchmark endurance                # compiles and memory over 20,000 requests
@@ -20,11 +21,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +37,7 @@ import optax
 from areal_jax import sharding
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import packing
+from areal_jax.models.decode_kernels import DECODE_KERNELS, decode_dense, decode_paged
 from areal_jax.models.kernels import KERNELS, Packed, attend_packed
 from areal_jax.models.linear import PROJECTIONS, LoraConfig
 from areal_jax.models.transformer import REMAT, Model, TransformerConfig, build_model
@@ -244,37 +247,62 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.sum(jnp.square(attend_packed(name, q, k, v, packed, c.head_dim**-0.5, None).astype(jnp.float32)))
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
 
-    functions, refused = {"xla": both("xla")}, {}
-    plain, away = jax.device_get(functions["xla"](q, k, v)[1]), {"xla": 0.0}
-    for name in (n for n, kernel in KERNELS.items() if platform in kernel.platforms):
-        function = both(name)
-        try:
-            found = jax.device_get(function(q, k, v)[1])
-        except Exception as error:  # a kernel may not have this shape or card: that is a result too
-            refused[name] = f"{type(error).__name__}: {error}"[:200]
-            continue
-        functions[name] = function
-        pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(found, plain, strict=True)]
-        away[name] = max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for i in range(options.reps + 1):
-        for name, function in functions.items():
-            began = time.perf_counter()
-            jax.block_until_ready(function(q, k, v))
-            if i:
-                seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    functions = {n: both(n) for n in ("xla", *(n for n, kernel in KERNELS.items() if platform in kernel.platforms))}
+    found = compared(functions, (q, k, v), options.reps)
+    return {"name": "areal_jax_attention", **found, "platform": platform, "dtype": dtype, **workload(options)}
+
+
+def decode_attention(options: argparse.Namespace) -> dict[str, Any]:
+    """Attention of one token in each of --batch rows with --prompt to --prompt + --new keys, by every kernel that runs
+    on this platform, over a dense and a paged cache; they take turns. In float32 on a CPU, else in bfloat16."""
+    c, rows, length = MODELS[options.config], options.batch, options.prompt + options.new
+    platform, blocks = jax.default_backend(), options.batch * -(-length // options.block)
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    keys = jax.random.split(jax.random.key(0), 5)
+    q = jax.random.normal(keys[0], (rows, c.heads, c.head_dim), dtype)
+    dense = [jax.random.normal(k, (rows, c.kv_heads, length, c.head_dim), dtype) for k in keys[1:3]]
+    pool = [jax.random.normal(k, (blocks, c.kv_heads, options.block, c.head_dim), dtype) for k in keys[1:3]]
+    tables = jax.random.permutation(keys[3], blocks).reshape(rows, -1)
+    positions = jax.random.randint(keys[4], (rows,), options.prompt, length)
+    names = ("xla", *(n for n, kernel in DECODE_KERNELS.items() if platform in kernel.platforms))
+    over_dense = {n: jax.jit(functools.partial(decode_dense, n, window=0, scale=0.1, mesh=None)) for n in names}
+    over_paged = {n: jax.jit(functools.partial(decode_paged, n, window=0, scale=0.1, mesh=None)) for n in names}
     return {
-        "name": "areal_jax_attention",
-        "milliseconds": {name: round(1e3 * s, 3) for name, s in medians.items()},
-        "times_as_fast_as_xla": {name: round(medians["xla"] / s, 3) for name, s in medians.items()},
-        "largest_difference_of_a_gradient": {name: float(f"{x:.2g}") for name, x in away.items()},
-        "refused": refused,
+        "name": "areal_jax_decode_attention",
+        "dense": compared(over_dense, (q, *dense, positions), options.reps),
+        "paged": compared(over_paged, (q, *pool, tables, positions), options.reps),
         "platform": platform,
         "dtype": dtype,
         **workload(options),
+    }
+
+
+def compared(functions: Mapping[str, Callable[..., Any]], arguments: Sequence[Any], reps: int) -> dict[str, Any]:
+    """Milliseconds of the functions, which take turns, and by how much the arrays that they return differ, at most,
+    from those of 'xla', as a share of the largest entry."""
+    plain, away, refused = jax.tree.leaves(jax.device_get(functions["xla"](*arguments))), {}, {}
+    for name, function in functions.items():
+        try:
+            found = jax.tree.leaves(jax.device_get(function(*arguments)))
+        except Exception as error:  # a kernel may not have this shape or card: that is a result too
+            refused[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(found, plain, strict=True)]
+        away[name] = max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
+    seconds: dict[str, list[float]] = {name: [] for name in away}
+    for _ in range(reps):
+        for name in away:
+            began = time.perf_counter()
+            jax.block_until_ready(functions[name](*arguments))
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    return {
+        "milliseconds": {name: round(1e3 * s, 3) for name, s in medians.items()},
+        "times_as_fast_as_xla": {name: round(medians["xla"] / s, 3) for name, s in medians.items()},
+        "largest_difference": {name: float(f"{x:.2g}") for name, x in away.items()},
+        "refused": refused,
     }
 
 
@@ -342,6 +370,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], dict[str,
     "train": (train, {}),
     "packing": (packing_ways, {"new": 960, "requests": 64, "halvings": 2, "micro_batch_rows": 2, "reps": 3}),
     "attention": (attention, {"batch": 4, "new": 960}),
+    "decode_attention": (decode_attention, {"batch": 64, "new": 1984}),
     "memory": (memory, {"config": "smol135", "new": 8128}),
     "cache": (
         cache,

@@ -3,8 +3,8 @@
     python -m experiments.learning_curves
 
 runs, one after another on the whole machine: `tiny`, `tiny` with the rewards of each batch shuffled (the control),
-`tiny` with adapters of rank 8 alone trained, and `tiny-skill`, each for the seeds 0, 1 and 2 (a seed sets the warm start,
-the order of the problems and the sampling).
+`tiny` with adapters of rank 8 alone trained, and `tiny-skill`, each for the seeds 0, 1 and 2 (a seed sets the warm
+start, the order of the problems and the sampling).
 Runs lie under --runs; a finished one is not run again.
 """
 

@@ -1,4 +1,4 @@
-"""Kernels of attention against the plain one: packed rows, shared keys, windows, gradients, meshes."""
+"""Kernels of attention against the plain one: packed rows and decoding, shared keys, windows, gradients, meshes."""
 
 import dataclasses
 
@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from areal_jax import build, sharding
 from areal_jax.models.attention import attend
+from areal_jax.models.decode_kernels import decode_dense, decode_paged
 from areal_jax.models.kernels import KERNELS, Packed, attend_packed
 from areal_jax.types import UserError
 from tests.helpers import TINY, one_device_mesh, tiny_model
-from tests.models_test import forward
+from tests.models_test import forward, random_params, small_cache
 from tests.trainer_test import assert_steps_close, on_one_device, step
 
 HERE = ["xla_chunked", "splash"]  # splash: interpreted
@@ -91,15 +93,85 @@ def test_a_model_with_windows_computes_the_same_by_a_kernel(name):
     np.testing.assert_allclose(forward(other, params, tokens, positions, segments), expected, atol=1e-5)
 
 
+# --- decoding ---
+
+
+def decode_case(window=0, paged=False, head_dim=16, rows=4):
+    """q, keys, values (and tables) of rows with one key, some and all; the last row of a pool is idle."""
+    rng = np.random.default_rng(window)
+    q = rng.standard_normal((rows, 4, head_dim), np.float32)
+    positions = np.array([0, 17, 63, 30], np.int32)[:rows]
+    if not paged:
+        k, v = rng.standard_normal((2, rows, 2, 64, head_dim), np.float32)
+        return [jnp.asarray(x) for x in (q, k, v, positions)]
+    k, v = rng.standard_normal((2, 40, 2, 8, head_dim), np.float32)
+    tables = rng.permutation(40)[: rows * 8].reshape(rows, 8)
+    tables[1, 3:], tables[3] = 40, 40  # no block behind the row's position, and none at all
+    return [jnp.asarray(x) for x in (q, k, v, tables.astype(np.int32), positions)]
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_dense_decoding_by_a_kernel(window):
+    case = decode_case(window)
+    plain, found = (decode_dense(name, *case, window, 0.3, None) for name in ("xla", "triton"))
+    np.testing.assert_allclose(found, plain, atol=1e-5)
+    assert np.abs(plain - decode_dense("triton", *case, 5 - window, 0.3, None)).max() > 0.1
+
+
+def test_paged_decoding_by_a_kernel():
+    q, k, v, tables, positions = decode_case(paged=True)
+    plain, found = (decode_paged(name, q, k, v, tables, positions, 0, 0.3, None)[:3] for name in ("xla", "triton"))
+    np.testing.assert_allclose(found, plain, atol=1e-5)
+    alive = decode_paged("triton", q, k, v, jnp.where(tables == 40, 0, tables), positions, 0, 0.3, None)[:3]
+    np.testing.assert_array_equal(alive, found)  # what lies behind a row's position is not looked at
+
+
+def test_paged_decoding_by_the_kernel_of_a_tpu():
+    q, k, v, tables, positions = decode_case(paged=True, head_dim=128)
+    with pltpu.force_tpu_interpret_mode():
+        found = decode_paged("mosaic", q, k, v, tables, positions, 0, 0.1, None)[:3]
+    plain = decode_paged("xla", q, k, v, tables, positions, 0, 0.1, None)[:3]
+    np.testing.assert_allclose(found, plain, atol=0.02)  # it multiplies in bfloat16, as a TPU does
+    assert np.abs(plain).max() > 0.5
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_every_device_decodes_its_part(paged):
+    shape = {"tensor": 2} if paged else {"data": 2, "tensor": 2}
+    mesh = sharding.make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values())))])
+    case, decode = decode_case(paged=paged), decode_paged if paged else decode_dense
+    plain = decode("xla", *case, 0, 0.3, None)[:3]
+    found = jax.jit(lambda *x: decode("triton", *x, 0, 0.3, mesh))(*case)[:3]
+    np.testing.assert_allclose(found, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_model_decodes_the_same_by_a_kernel(paged):
+    plain, model = (tiny_model(dataclasses.replace(TINY, decode_attention=n)) for n in ("xla", "triton"))
+    params, tokens = random_params(plain), np.array([3, 4, 5])
+    cache, found = small_cache(TINY, paged), []
+    for m in (plain, model):
+        step = jax.jit(lambda c, p, m=m: m.bind(params).decode(tokens, p, c))
+        _, filled = step(cache, np.zeros(3, np.int32))
+        found.append(step(filled, np.ones(3, np.int32))[0])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5 * np.abs(found[0]).max())
+
+
 def test_auto_and_xla_are_the_plain_one_on_a_cpu():
     mesh = one_device_mesh()
     assert build.attention_kernel("auto", mesh, on_cpu=True) == build.attention_kernel("xla", mesh, True) == "xla"
+    assert build.decode_kernel("auto", on_cpu=True) == build.decode_kernel("xla", on_cpu=True) == "xla"
 
 
 def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
     mesh = one_device_mesh()
     with pytest.raises(UserError, match=r"'triton' and the devices are cpu: expected one of \['xla', 'xla_chunked'\]"):
         build.attention_kernel("triton", mesh, on_cpu=True)
+    with pytest.raises(
+        UserError, match=r"decode_attention is 'mosaic' and the devices are cpu: expected one of \['xla'\]"
+    ):
+        build.decode_kernel("mosaic", on_cpu=True)
+    assert build.decode_kernel("mosaic", on_cpu=False) == "mosaic"
     assert build.attention_kernel("triton", mesh, on_cpu=False) == "triton"  # planned here for other devices
     split = sharding.make_mesh({"context": 2}, jax.devices()[:2])
     with pytest.raises(UserError, match=r"has rows whole, and mesh.trainer.context is 2"):

@@ -13,10 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from areal_jax import sharding
-from areal_jax.models.attention import attend, attend_paged, decode_mask
-
-CACHE_AXES = ("batch", "kv_heads", "keys", "head_dim")
-POOL_AXES = (None, "kv_heads", "keys", "head_dim")
+from areal_jax.models.decode_kernels import CACHE_AXES, POOL_AXES, decode_dense, decode_paged
 
 
 class LayerKV(NamedTuple):
@@ -24,6 +21,16 @@ class LayerKV(NamedTuple):
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
+
+
+class Look(NamedTuple):
+    """How a query looks at its keys."""
+
+    kernel: str
+    """A name in DECODE_KERNELS, or 'xla'."""
+    scale: float
+    """Of the scores."""
+    mesh: Mesh | None
 
 
 class KVCache(NamedTuple):
@@ -73,11 +80,10 @@ class KVCache(NamedTuple):
         )
 
     def attend(
-        self, layer: LayerKV, q: Float[Array, "B N H"], positions: Int[Array, " B"], window: int, scale: float
+        self, layer: LayerKV, q: Float[Array, "B N H"], positions: Int[Array, " B"], window: int, look: Look
     ) -> Float[Array, "B N H"]:
         """One query a row, at its position, over the row's keys."""
-        mask = decode_mask(positions, jnp.arange(layer.k.shape[2]), window)[:, None]
-        return attend(q[:, None], layer.k, layer.v, mask, scale)[:, 0]
+        return decode_dense(look.kernel, q, *layer, positions, window, look.scale, look.mesh)
 
     def _rows(self, rows: Int[Array, " R"], length: int | None) -> list[LayerKV]:
         def get(cached: Array) -> Array:
@@ -154,9 +160,9 @@ class PagedKVCache(NamedTuple):
         )
 
     def attend(
-        self, layer: LayerKV, q: Float[Array, "B N H"], positions: Int[Array, " B"], window: int, scale: float
+        self, layer: LayerKV, q: Float[Array, "B N H"], positions: Int[Array, " B"], window: int, look: Look
     ) -> Float[Array, "B N H"]:
-        return attend_paged(q, layer.k, layer.v, self.tables, positions, window, scale)
+        return decode_paged(look.kernel, q, *layer, self.tables, positions, window, look.scale, look.mesh)
 
     def _blocks_and_size(self) -> tuple[int, int]:
         return self.layers[0].k.shape[0], self.layers[0].k.shape[2]

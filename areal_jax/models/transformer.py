@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax import sharding
 from areal_jax.models.attention import attend
 from areal_jax.models.kernels import Packed, attend_packed
-from areal_jax.models.kv_cache import Cache, LayerKV
+from areal_jax.models.kv_cache import Cache, LayerKV, Look
 from areal_jax.models.linear import (
     PROJECTED,
     LoraConfig,
@@ -120,6 +120,8 @@ class TransformerConfig:
     compute_dtype: str = "float32"
     attention: str = "xla"
     """Of packed rows: a name in `kernels.KERNELS`, or 'xla', the plain one."""
+    decode_attention: str = "xla"
+    """Of new tokens: a name in `decode_kernels.DECODE_KERNELS`, or 'xla', the plain one."""
     remat: str = "none"
     """A name in REMAT: what the forward of a training step keeps for its backward."""
     scan_layers: bool = False
@@ -359,7 +361,8 @@ class Transformer(nnx.Module):
             kv = cache.write_step(kv, k[:, :, 0], v[:, :, 0], positions)
             layers.append(kv)
             window = self.config.window(layer.layer)
-            x = layer.finish(x, cache.attend(kv, q[:, 0], positions, window, layer.scale)[:, None])
+            look = Look(self.config.decode_attention, layer.scale, self.mesh)
+            x = layer.finish(x, cache.attend(kv, q[:, 0], positions, window, look)[:, None])
         return self.final_norm(x)[:, 0], cache._replace(layers=layers)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
