@@ -122,8 +122,8 @@ def make_model(config: ml_collections.ConfigDict, role: str, policy: Policy) -> 
 def model_on(
     mesh: Mesh, config: ml_collections.ConfigDict, role: str, model_config: TransformerConfig, on_cpu: bool
 ) -> Model:
-    """A model on a given mesh, with its adapters. What a trainer trains is float32; a sampler keeps its parameters, and
-    a trainer the ones under adapters, as it computes."""
+    """A model on a given mesh, with its adapters. What a trainer trains is float32; a sampler keeps its matrices, and a
+    trainer those under adapters, as it computes."""
     dtype = config.model.compute_dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"

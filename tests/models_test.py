@@ -204,6 +204,28 @@ def test_attention_in_blocks_equals_attention_at_once(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), whole, blocks)
 
 
+@pytest.mark.parametrize(("length", "block"), [(200, 1024), (130, 1024), (100, 16), (90, 16), (33, 16)])
+def test_causal_attention_in_parts_equals_attention_at_once(length, block, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "SMALLEST_PART", 32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, length, 4, 8))
+    k, v = (jax.random.normal(key, (2, 2, length, 8)) for key in keys[1:])
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (2, length, length))
+
+    def both(causal):
+        def loss(q, k, v):
+            out = attention.attend(q, k, v, mask, 0.3, causal=causal)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+    for x, y in zip(jax.tree.leaves(both(True)(q, k, v)), jax.tree.leaves(both(False)(q, k, v)), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    products = [str(jax.make_jaxpr(both(causal))(q, k, v)).count("dot_general") for causal in (True, False)]
+    assert (products[0] > products[1]) == (length >= 2 * (32 if block == 1024 else 2 * block))
+
+
 def test_scanned_layers_give_the_same_and_keep_rematerialisation_from_holding_all_at_once():
     """XLA on a CPU saves no memory by rematerialising layers that are not in a loop."""
     tokens = jax.random.randint(jax.random.key(0), (1, 512), 0, TINY.vocab_size)

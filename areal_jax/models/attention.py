@@ -28,15 +28,20 @@ def attend(
     At most QUERY_BLOCK x S scores a head exist at a time; a backward computes them again, block by block.
     shards: of T, which it is a multiple of; each has blocks of its own.
     causal: promises that no query attends to a key with a higher index. The queries are then taken in up to PARTS
-    parts, each with the keys up to its own end, so that little more than half of the scores are computed at all.
+    parts, each with the keys up to its own end, so that little more than half of the scores are computed at all. Parts
+    of long rows have several blocks: XLA on a CPU would hold the scores of parts that are no loop all at once.
     """
     b, t, n, h = q.shape
-    parts = min(PARTS, t // SMALLEST_PART) if causal and shards == 1 else 1
+    smallest = SMALLEST_PART if t <= QUERY_BLOCK else 2 * QUERY_BLOCK
+    parts = min(PARTS, t // smallest) if causal and shards == 1 else 1
     if parts > 1:
-        ends = [min(t, (i + 1) * -(-t // parts)) for i in range(parts)]
+        step = -(-t // parts)
+        step = step if t <= QUERY_BLOCK else -(-step // QUERY_BLOCK) * QUERY_BLOCK
         each = [
-            attend(q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end], scale)
-            for start, end in zip([0, *ends], ends, strict=False)
+            attend(
+                q[:, i : i + step], k[:, :, : i + step], v[:, :, : i + step], mask[:, i : i + step, : i + step], scale
+            )
+            for i in range(0, t, step)
         ]
         return jnp.concatenate(each, axis=1)
     size = QUERY_BLOCK * shards

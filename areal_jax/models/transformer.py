@@ -420,7 +420,6 @@ class Model:
 
     def init_params(self, seed: int) -> Params:
         """Fresh parameters, created directly in their shards."""
-
         return jax.jit(lambda: self._create(seed), out_shardings=_shardings(self.abstract_params))()
 
     @property
