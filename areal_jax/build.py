@@ -161,8 +161,8 @@ def model_on(
     model_config = dataclasses.replace(
         model_config,
         compute_dtype=dtype,
-        attention=attention_kernel(config.model.attention, mesh, on_cpu),
-        decode_attention=decode_kernel(config.model.decode_attention, on_cpu),
+        attention=attention_kernel(config.model.attention, mesh, on_cpu, dtype),
+        decode_attention=decode_kernel(config.model.decode_attention, on_cpu, model_config.head_dim),
         remat=t.remat,
         scan_layers=t.scan_layers,
         lora=adapters,
@@ -170,9 +170,9 @@ def model_on(
     return build_model(model_config, mesh, "float32" if role == "trainer" and not adapters else dtype)
 
 
-def attention_kernel(name: str, mesh: Mesh, on_cpu: bool) -> str:
-    """What `config.model.attention` stands for. Raises UserError for a kernel that cannot run on the devices, whose
-    package is missing, or that does not split rows as the mesh does."""
+def attention_kernel(name: str, mesh: Mesh, on_cpu: bool, dtype: str) -> str:
+    """What `config.model.attention` stands for. Raises UserError for a kernel that cannot run on the devices or in the
+    dtype of computation, whose package is missing, or that does not split rows as the mesh does."""
     name = _kernel("model.attention", name, KERNELS, BEST, on_cpu)
     if name == "xla":
         return name
@@ -182,21 +182,33 @@ def attention_kernel(name: str, mesh: Mesh, on_cpu: bool) -> str:
             f"model.attention is {name!r}, which needs the package {kernel.package}: pip install -r "
             "requirements-extra.txt"
         )
+    if dtype not in kernel.dtypes:
+        raise UserError(
+            f"model.attention is {name!r}, which computes in {' or '.join(kernel.dtypes)}, and the model in {dtype}: "
+            "change model.compute_dtype, or take another"
+        )
     if mesh.shape["context"] > 1 and not kernel.splits_rows:
         raise UserError(
-            f"model.attention is {name!r}, which has rows whole, and mesh.trainer.context is {mesh.shape['context']}: "
+            f"model.attention is {name!r}, which has rows whole, and the mesh's context is {mesh.shape['context']}: "
             "set it to 1, or model.attention='xla'"
         )
     return name
 
 
-def decode_kernel(name: str, on_cpu: bool) -> str:
-    """What `config.model.decode_attention` stands for. Raises UserError for kernels that cannot run on the devices."""
-    return _kernel("model.decode_attention", name, DECODE_KERNELS, BEST_DECODE, on_cpu)
+def decode_kernel(name: str, on_cpu: bool, head_dim: int) -> str:
+    """What `config.model.decode_attention` stands for. Raises UserError for kernels that cannot run on the devices, or
+    do not have the model's features per head."""
+    name = _kernel("model.decode_attention", name, DECODE_KERNELS, BEST_DECODE, on_cpu)
+    if name != "xla" and head_dim & (head_dim - 1):
+        raise UserError(
+            f"model.decode_attention is {name!r}, which wants heads of a power of two features, and the model's have "
+            f"{head_dim}: set it to 'xla'"
+        )
+    return name
 
 
 def _kernel(key: str, name: str, kernels: Mapping[str, Any], best: Mapping[str, str], on_cpu: bool) -> str:
-    platform = "cpu" if on_cpu else jax.default_backend()
+    platform = "cpu" if on_cpu else "" if _plans_elsewhere(on_cpu) else jax.default_backend()
     possible = ["xla", *(n for n, k in kernels.items() if platform in k.platforms)]
     if name not in ("auto", *possible) and not _plans_elsewhere(on_cpu):
         raise UserError(f"{key} is {name!r} and the devices are {platform}: expected one of {possible}")
@@ -266,6 +278,7 @@ def engine_config(config: ml_collections.ConfigDict, stop_ids: tuple[int, ...], 
 
 def _paging(rollout: ml_collections.ConfigDict, longest: int) -> Paging:
     size = min(rollout.block_size, max(1, longest // 8))
+    size = 1 << (size.bit_length() - 1)  # kernels want a power of two
     tokens = rollout.cache_tokens or max(PAGED_SHARE * rollout.slots * longest, longest + size)
     return Paging(blocks=int(tokens // size), block_size=size)
 

@@ -168,7 +168,10 @@ READ_WHEN: dict[str, ReadWhen] = {
         f"rollout.{key}": (lambda c: c.rollout.cache == "paged", "with rollout.cache 'paged'")
         for key in ("cache_tokens", "block_size")
     },
-    "optimizer.vocabulary_weight_decay": (lambda c: c.model.lora.rank == 0, "without LoRA (model.lora.rank 0)"),
+    "optimizer.vocabulary_weight_decay": (
+        lambda c: c.model.lora.rank == 0 or c.critic.kind == "network",
+        "without LoRA (model.lora.rank 0) or by a critic with a network of its own",
+    ),
     **{
         f"model.lora.{key}": (lambda c: c.model.lora.rank > 0, "with LoRA (model.lora.rank)")
         for key in ("alpha", "target_modules")

@@ -189,8 +189,10 @@ def _trainer_plan(config: ml_collections.ConfigDict, model: Model, devices: Slic
         items["critic: parameters, optimizer, gradients"] = 5 * _bytes(critic.backbone.abstract_params)
         items["critic: activations of a micro-batch"] = items["activations of a micro-batch"]
     if frozen and config.warm_start.enabled:
+        alone = ml_collections.ConfigDict(config.to_dict())  # neither a reference nor a critic is there yet
+        alone.loss.kl_coefficient, alone.reward.kl_coefficient, alone.critic.kind = 0.0, 0.0, "none"
         whole = build_model(dataclasses.replace(model.config, lora=None), model.mesh)
-        more = _trainer_plan(config, whole, devices).total - sum(items.values())
+        more = _trainer_plan(alone, whole, devices).total - sum(items.values())
         items["more for the warm start, which trains all"] = max(0, more)
     return RolePlan("trainer", devices, shape, model.parameter_count(), items, layout(model))
 

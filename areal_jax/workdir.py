@@ -17,8 +17,8 @@ from areal_jax.metrics import replace_text
 from areal_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tensorflow-datasets", "grain")
-FREE = ("workdir", "launch.", "transport.")
-"""Keys that may differ when a run is taken up again: they say where and how it runs, not what it computes."""
+FREE = ("workdir", "launch.", "transport.", "model.attention", "model.decode_attention")
+"""How keys begin that may differ when a run is taken up again: they say where and how it runs, not what it computes."""
 
 
 def choose(config: ml_collections.ConfigDict) -> pathlib.Path:

@@ -31,10 +31,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.tied_embeddings = False
     c.model.logit_soft_cap = 0.0  # >= 0; 0 is off
     c.model.compute_dtype = "auto"  # auto | float32 | bfloat16; auto is float32 on a CPU, bfloat16 elsewhere
-    # kernel of attention in training steps and prefill: auto | xla | mosaic, triton, cudnn (GPUs) | xla_chunked (these
-    # from tokamax, requirements-extra.txt) | splash (TPUs); auto is what was measured to be quickest, else xla
+    # kernel of attention in training steps and prefill: auto | xla | mosaic, triton, cudnn (GPUs; cudnn in bfloat16) |
+    # xla_chunked (these from tokamax, requirements-extra.txt) | splash (TPUs, mesh.trainer.context 1); auto is what was
+    # measured to be quickest, else xla
     c.model.attention = "auto"
-    # and in decoding: auto | xla | triton (GPUs) | mosaic (TPUs, the paged cache)
+    # and in decoding: auto | xla | triton (GPUs) | mosaic (TPUs, the paged cache); head_dim a power of two
     c.model.decode_attention = "auto"
     c.model.lora = ml_collections.ConfigDict()  # adapters of low rank; they alone are trained and sent to samplers
     c.model.lora.rank = 0  # >= 0; 0 is off: all parameters are trained
@@ -100,7 +101,7 @@ def get_config() -> ml_collections.ConfigDict:
     # cache_tokens, so that memory follows the tokens alive: samples wait for blocks, or are computed again
     c.rollout.cache = "dense"  # dense | paged
     c.rollout.cache_tokens = 0  # paged: tokens of the pool, >= prompt + response + a block; 0 is 0.4 of dense
-    c.rollout.block_size = 128  # paged: tokens of a block, >= 1; at most an eighth of the longest sequence is taken
+    c.rollout.block_size = 128  # paged: tokens of a block, >= 1; a power of two, at most 1/8 of a sequence, is taken
     c.rollout.prefill_tokens = 16384  # most tokens prefilled between two chunks; longer prompts go in pieces, >= 1
     c.rollout.batching = "continuous"  # continuous | static (the baseline: all rows are computed until all are done)
     c.rollout.chunk = 16  # most decode steps between two visits of the host, >= 1

@@ -10,9 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from areal_jax import build, sharding
 from areal_jax.models.attention import attend
-from areal_jax.models.decode_kernels import decode_dense, decode_paged
+from areal_jax.models.decode_kernels import DECODE_KERNELS, decode_dense, decode_paged
 from areal_jax.models.kernels import KERNELS, Packed, attend_packed
 from areal_jax.types import UserError
+from configs import default
 from tests.helpers import TINY, one_device_mesh, tiny_model
 from tests.models_test import forward, random_params, small_cache
 from tests.trainer_test import assert_steps_close, on_one_device, step
@@ -159,23 +160,94 @@ def test_a_model_decodes_the_same_by_a_kernel(paged):
 
 def test_auto_and_xla_are_the_plain_one_on_a_cpu():
     mesh = one_device_mesh()
-    assert build.attention_kernel("auto", mesh, on_cpu=True) == build.attention_kernel("xla", mesh, True) == "xla"
-    assert build.decode_kernel("auto", on_cpu=True) == build.decode_kernel("xla", on_cpu=True) == "xla"
+    for name in ("auto", "xla"):
+        assert build.attention_kernel(name, mesh, on_cpu=True, dtype="float32") == "xla"
+        assert build.decode_kernel(name, on_cpu=True, head_dim=80) == "xla"
 
 
 def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
     mesh = one_device_mesh()
+
+    def packed_rows(name, on_cpu=True, dtype="float32", mesh=mesh):
+        return build.attention_kernel(name, mesh, on_cpu, dtype)
+
     with pytest.raises(UserError, match=r"'triton' and the devices are cpu: expected one of \['xla', 'xla_chunked'\]"):
-        build.attention_kernel("triton", mesh, on_cpu=True)
-    with pytest.raises(
-        UserError, match=r"decode_attention is 'mosaic' and the devices are cpu: expected one of \['xla'\]"
-    ):
-        build.decode_kernel("mosaic", on_cpu=True)
-    assert build.decode_kernel("mosaic", on_cpu=False) == "mosaic"
-    assert build.attention_kernel("triton", mesh, on_cpu=False) == "triton"  # planned here for other devices
+        packed_rows("triton")
+    assert packed_rows("triton", on_cpu=False) == "triton"  # planned here for other devices
+    with pytest.raises(UserError, match=r"'cudnn', which computes in bfloat16, and the model in float32"):
+        packed_rows("cudnn", on_cpu=False)
     split = sharding.make_mesh({"context": 2}, jax.devices()[:2])
-    with pytest.raises(UserError, match=r"has rows whole, and mesh.trainer.context is 2"):
-        build.attention_kernel("splash", split, on_cpu=False)
+    with pytest.raises(UserError, match=r"has rows whole, and the mesh's context is 2"):
+        packed_rows("splash", on_cpu=False, mesh=split)
     monkeypatch.setitem(KERNELS, "xla_chunked", dataclasses.replace(KERNELS["xla_chunked"], package="not_there"))
     with pytest.raises(UserError, match=r"needs the package not_there: pip install -r requirements-extra"):
-        build.attention_kernel("xla_chunked", mesh, on_cpu=True)
+        packed_rows("xla_chunked")
+    with pytest.raises(UserError, match=r"decode_attention is 'mosaic' and the devices are cpu: expected .*'xla'\]"):
+        build.decode_kernel("mosaic", on_cpu=True, head_dim=64)
+    assert build.decode_kernel("mosaic", on_cpu=False, head_dim=64) == "mosaic"
+    with pytest.raises(UserError, match=r"'triton', which wants heads of a power of two features, .* have 80"):
+        build.decode_kernel("triton", on_cpu=False, head_dim=80)
+
+
+# --- that it is the kernel that computes ---
+
+
+def spied(monkeypatch, kernels, name, **fields):
+    """Calls of the kernel: the shapes of its queries."""
+    seen = []
+
+    def spy(run):
+        def counted(q, *rest):
+            seen.append(q.shape)
+            return run(q, *rest)
+
+        return counted
+
+    monkeypatch.setitem(kernels, name, dataclasses.replace(kernels[name], **{f: spy(r) for f, r in fields.items()}))
+    return seen
+
+
+def test_the_named_kernel_computes_packed_rows_unless_they_do_not_divide(monkeypatch):
+    seen = spied(monkeypatch, KERNELS, "xla_chunked", run=KERNELS["xla_chunked"].run)
+    mesh = sharding.make_mesh({"fsdp": 2, "context": 2}, jax.devices()[:4])
+    for rows, length, devices, shape in [
+        (2, 72, None, (2, 72, 4, 16)),
+        (4, 72, mesh, (2, 36, 4, 16)),
+        (3, 72, mesh, None),
+        (4, 33, mesh, None),
+    ]:
+        (q, k, v), packed = case(0, rows=rows, length=length)
+        found = jax.jit(lambda *x, p=packed, m=devices: attend_packed("xla_chunked", *x, p, 0.3, m))(q, k, v)
+        np.testing.assert_allclose(found, attend(q, k, v, packed.mask, 0.3), atol=1e-5)
+        assert set(seen) == ({shape} if shape else set())  # tracing for a mesh may call it more than once
+        seen.clear()
+
+
+def test_the_named_kernels_decode_unless_they_cannot(monkeypatch):
+    own = DECODE_KERNELS["triton"]
+    seen = spied(monkeypatch, DECODE_KERNELS, "triton", dense=own.dense, paged=own.paged)
+    q, k, v, positions = decode_case()
+    decode_dense("triton", q, k, v, positions, 0, 0.3, None)
+    decode_paged("triton", *decode_case(paged=True), 0, 0.3, None)
+    assert len(seen) == 2
+    decode_dense("triton", q, k[:, :, :60], v[:, :, :60], positions, 0, 0.3, None)  # 60 is no multiple of 16
+    decode_paged("triton", *decode_case(paged=True), 5, 0.3, None)  # a window
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_kernels_of_a_gpu_can_be_lowered_for_one(paged, monkeypatch):
+    """Pallas refuses shapes that Triton does not have when it lowers, which needs no GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    decode = decode_paged if paged else decode_dense
+    case = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in decode_case(paged=paged)]
+    traced = jax.jit(lambda *x: decode("triton", *x, 0, 0.3, None)).trace(*case)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_blocks_of_a_paged_cache_are_powers_of_two():
+    config = default.get_config()
+    config.rollout.update({"cache": "paged", "max_prompt_length": 16, "max_response_length": 72})
+    assert build.engine_config(config, (), 1).paging.block_size == 8  # an eighth of 88 is 11
+    config.rollout.block_size = 1
+    assert build.engine_config(config, (), 1).paging.block_size == 1

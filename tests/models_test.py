@@ -226,6 +226,17 @@ def test_causal_attention_in_parts_equals_attention_at_once(length, block, monke
     assert (products[0] > products[1]) == (length >= 2 * (32 if block == 1024 else 2 * block))
 
 
+def test_a_rest_of_long_rows_keeps_no_scores_for_the_backward(monkeypatch):
+    """7 blocks in parts of 3 leave one that is no loop."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    q = jnp.ones((1, 112, 1, 8))
+    k = v = jnp.ones((1, 1, 112, 8))
+    mask = jnp.tril(jnp.ones((1, 112, 112), bool))
+    _, pull = jax.vjp(lambda q, k, v: attention.attend(q, k, v, mask, 0.3, causal=True), q, k, v)
+    floats = [x for x in jax.tree.leaves(pull) if x.dtype == jnp.float32]
+    assert max(x.size for x in floats) <= 112 * 8  # of the scores of one block, 16 x 112, none is kept
+
+
 def test_scanned_layers_give_the_same_and_keep_rematerialisation_from_holding_all_at_once():
     """XLA on a CPU saves no memory by rematerialising layers that are not in a loop."""
     tokens = jax.random.randint(jax.random.key(0), (1, 512), 0, TINY.vocab_size)

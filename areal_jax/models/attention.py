@@ -29,7 +29,8 @@ def attend(
     shards: of T, which it is a multiple of; each has blocks of its own.
     causal: promises that no query attends to a key with a higher index. The queries are then taken in up to PARTS
     parts, each with the keys up to its own end, so that little more than half of the scores are computed at all. Parts
-    of long rows have several blocks: XLA on a CPU would hold the scores of parts that are no loop all at once.
+    of rows of more than QUERY_BLOCK tokens have two blocks or more, since XLA on a CPU would hold the scores of parts
+    that are no loop all at once: below 4 x QUERY_BLOCK there is one part. So it is with shards.
     """
     b, t, n, h = q.shape
     smallest = SMALLEST_PART if t <= QUERY_BLOCK else 2 * QUERY_BLOCK
@@ -37,12 +38,13 @@ def attend(
     if parts > 1:
         step = -(-t // parts)
         step = step if t <= QUERY_BLOCK else -(-step // QUERY_BLOCK) * QUERY_BLOCK
-        each = [
-            attend(
-                q[:, i : i + step], k[:, :, : i + step], v[:, :, : i + step], mask[:, i : i + step, : i + step], scale
-            )
-            for i in range(0, t, step)
-        ]
+        each = []
+        for i in range(0, t, step):
+            end = min(t, i + step)
+            # a rest without blocks of its own, whose scores a backward must not keep
+            alone = t > QUERY_BLOCK >= end - i
+            one = jax.checkpoint(attend, static_argnums=4) if alone else attend
+            each.append(one(q[:, i:end], k[:, :, :end], v[:, :, :end], mask[:, i:end, :end], scale))
         return jnp.concatenate(each, axis=1)
     size = QUERY_BLOCK * shards
     if t > size:

@@ -1,7 +1,8 @@
 """Attention of packed rows by kernels of libraries, by name (`model.attention`); the plain one is in `attention.py`.
 
-Every kernel is tested against the plain one, where it can run: `tests/kernels_test.py` on a CPU (splash interpreted),
-`python -m experiments.benchmark attention` on whatever machine it is started on, which it also times.
+They compute what the plain one does, up to rounding in the dtype of computation. Each is compared with it where it can
+run: by `tests/kernels_test.py` on a CPU (splash interpreted), and, on whatever machine it is started on, by `python -m
+experiments.benchmark attention`, which times them too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Kernel:
     """Whether it can have a part of a row's queries (the mesh axis `context`)."""
     package: str = "jax"
     """What must be installed."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    """Of computation, that it has."""
 
 
 def attend_packed(
@@ -59,11 +62,11 @@ def attend_packed(
 ) -> Float[Array, "B T N H"]:
     """`attention.attend` by the kernel of this name in KERNELS, or 'xla', the plain one.
 
-    On several devices each computes its rows, heads and queries, since XLA does not split a kernel; where the rows
-    do not divide over them (the last few prompts of a sampler) the plain one is used.
+    On several devices each computes its rows, heads and queries, since XLA does not split a kernel; where rows or
+    queries do not divide over them (a few prompts of a sampler) the plain one is used.
     """
     shards = mesh.shape["context"] if mesh is not None else 1
-    uneven = mesh is not None and q.shape[0] % sharding.row_shards(mesh) > 0
+    uneven = mesh is not None and (q.shape[0] % sharding.row_shards(mesh) > 0 or q.shape[1] % shards > 0)
     if name == "xla" or uneven:
         return attend(q, k, v, packed.mask, scale, shards, causal=True)
     kernel = KERNELS[name]
@@ -129,13 +132,15 @@ KERNELS: dict[str, Kernel] = {
         for name, platforms in {
             "mosaic": ("gpu",),
             "triton": ("gpu",),
-            "cudnn": ("gpu",),
             "xla_chunked": ("cpu", "gpu", "tpu"),
         }.items()
     },
+    "cudnn": Kernel(
+        functools.partial(_tokamax, "cudnn"), ("gpu",), splits_rows=True, package="tokamax", dtypes=("bfloat16",)
+    ),
     "splash": Kernel(_splash, ("tpu",), splits_rows=False),
 }
-"""name -> kernel. mosaic is of Hopper and later GPUs; cudnn computes in 16 bits."""
+"""name -> kernel. mosaic is of Hopper and later GPUs."""
 
 BEST = {"cpu": "xla"}
 """platform -> what 'auto' takes: what has been measured to be quickest there (docs/performance.md); else 'xla'."""
