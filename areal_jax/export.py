@@ -59,7 +59,8 @@ def export(
     temporary.mkdir(parents=True)
     try:
         if adapter and lora is not None and policy.pretrained is not None:
-            save_adapters(params, lora, policy.pretrained.where, policy.pretrained.revision, temporary, dtype)
+            source = policy.pretrained
+            save_adapters(params, policy.config, lora, source.where, source.revision, temporary, dtype)
         else:
             save_params(params, policy.config, temporary, dtype, max_shard_bytes)
             _write_json(temporary / "config.json", hf_config(policy, dtype))

@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -116,6 +117,22 @@ def constrain(x: jax.Array, mesh: Mesh | None, axes: Axes) -> jax.Array:
     whole = [n == "length" and size % mesh.shape["context"] != 0 for n, size in zip(axes, x.shape, strict=True)]
     axes = tuple(None if w else n for w, n in zip(whole, axes, strict=True))
     return jax.lax.with_sharding_constraint(x, named(mesh, axes))
+
+
+def on_each_device(
+    run: Callable[..., Any], mesh: Mesh | None, axes: tuple[Axes, ...], result: Axes
+) -> Callable[..., Any]:
+    """`run` on each device's own part of its arguments, for what XLA does not split itself (a kernel); on a single
+    device `run` itself. axes: of each argument; result: of what it returns."""
+    if mesh is None or mesh.size == 1:
+        return run
+    specs = tuple(spec(a) for a in axes)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec(result), check_vma=False)
+
+
+def copied(tree: Any) -> Any:
+    """Arrays of their own where those of the tree are: for what a training step will take."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), tree)
 
 
 def parameter_sharding(mesh: Mesh, shape: tuple[int, ...], axes: Axes) -> NamedSharding:

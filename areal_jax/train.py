@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from areal_jax import build, objective, warm_start
+from areal_jax import build, objective, sharding, warm_start
 from areal_jax.compiles import CompileCounter
 from areal_jax.data import arithmetic
 from areal_jax.data.prompts import PromptStream, RecordStream, fixed_prompts
@@ -253,7 +253,7 @@ def _first_weights(
 def _copy_of_trained(model: Model, params: Params) -> Params:
     """The parameters, with copies of those that a training step takes."""
     frozen, trained = model.split(params)
-    return model.join(frozen, jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), trained))
+    return model.join(frozen, sharding.copied(trained))
 
 
 def _coordinator_config(config: ml_collections.ConfigDict) -> CoordinatorConfig:

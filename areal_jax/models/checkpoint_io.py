@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
 from areal_jax.models.families import TensorMap, is_redundant, tensor_maps
-from areal_jax.models.linear import PROJECTIONS, SUFFIX, LoraConfig
+from areal_jax.models.linear import SUFFIX, LoraConfig
 from areal_jax.models.transformer import Model, TransformerConfig
 from areal_jax.types import Params, UserError
 
@@ -143,7 +143,13 @@ def save_params(
 
 
 def save_adapters(
-    adapters: Params, config: LoraConfig, base: str, revision: str, directory: pathlib.Path, dtype: str
+    adapters: Params,
+    config: TransformerConfig,
+    lora: LoraConfig,
+    base: str,
+    revision: str,
+    directory: pathlib.Path,
+    dtype: str,
 ) -> None:
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them: lora_A [rank, in], lora_B [out,
     rank].
@@ -152,14 +158,15 @@ def save_adapters(
     """
     from safetensors.numpy import save_file
 
-    theirs = {ours: name for name, ours in PROJECTIONS.items()}
+    names = {t.path: t.name.removesuffix(".weight") for t in tensor_maps(config)}
     tensors = {}
-    for (_, layer, part, name, matrix), x in flatten_dict(adapters).items():
-        module = f"{'self_attn' if part == 'attention' else 'mlp'}.{theirs[name.removesuffix(SUFFIX)]}"
+    for (*where, adapter, matrix), x in flatten_dict(adapters).items():
+        module = names[*where, adapter.removesuffix(SUFFIX)]
         value = np.asarray(jax.device_get(x))
         value = value.reshape(-1, value.shape[-1]) if matrix == "a" else value.reshape(value.shape[0], -1)
-        key = f"base_model.model.model.layers.{layer}.{module}.lora_{matrix.upper()}.weight"
-        tensors[key] = np.ascontiguousarray(value.T.astype(jax.numpy.dtype(dtype)))
+        tensors[f"base_model.model.{module}.lora_{matrix.upper()}.weight"] = np.ascontiguousarray(
+            value.T.astype(jax.numpy.dtype(dtype))
+        )
     save_file(tensors, directory / ADAPTERS, metadata={"format": "pt"})
     (directory / ADAPTERS).chmod(0o644)
     described = {
@@ -167,10 +174,10 @@ def save_adapters(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision or None,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(config.target_modules),
+        "target_modules": list(lora.target_modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

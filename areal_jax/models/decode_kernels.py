@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from areal_jax import sharding
 from areal_jax.models.attention import attend, attend_paged, decode_mask
 
+QUERY_AXES = ("batch", "heads", "head_dim")
 CACHE_AXES = ("batch", "kv_heads", "keys", "head_dim")
 POOL_AXES = (None, "kv_heads", "keys", "head_dim")
 SPLITS, BLOCK = 16, 256  # a row's keys are shared out to so many programs, each of which takes so many at a time
@@ -58,7 +59,8 @@ def decode_dense(
     def run(q: Array, k: Array, v: Array, positions: Array) -> Array:
         return kernel(q, k, v, positions, window, scale)
 
-    return _on_each_device(run, mesh, (CACHE_AXES, CACHE_AXES, ("batch",)))(q, k, v, positions)
+    axes = (QUERY_AXES, CACHE_AXES, CACHE_AXES, ("batch",))
+    return sharding.on_each_device(run, mesh, axes, QUERY_AXES)(q, k, v, positions)
 
 
 def decode_paged(
@@ -82,18 +84,8 @@ def decode_paged(
     def run(q: Array, k: Array, v: Array, tables: Array, positions: Array) -> Array:
         return kernel(q, k, v, tables, positions, scale)
 
-    return _on_each_device(run, mesh, (POOL_AXES, POOL_AXES, ("batch", None), ("batch",)))(q, k, v, tables, positions)
-
-
-def _on_each_device(
-    run: Callable[..., Array], mesh: Mesh | None, axes: tuple[sharding.Axes, ...]
-) -> Callable[..., Array]:
-    """Each device computes its rows and heads: XLA does not split a kernel. axes: of what follows the queries."""
-    if mesh is None or mesh.size == 1:
-        return run
-    queries = sharding.spec(("batch", "heads", "head_dim"))
-    specs = (queries, *(sharding.spec(a) for a in axes))
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
+    axes = (QUERY_AXES, POOL_AXES, POOL_AXES, ("batch", None), ("batch",))
+    return sharding.on_each_device(run, mesh, axes, QUERY_AXES)(q, k, v, tables, positions)
 
 
 def _by_key_head(q: Array, kv_heads: int) -> Array:

@@ -70,18 +70,13 @@ def attend_packed(
     if name == "xla" or uneven:
         return attend(q, k, v, packed.mask, scale, shards, causal=True)
     kernel = KERNELS[name]
-    if mesh is None or mesh.size == 1:
-        return kernel.run(q, k, v, packed, scale)
-    queries = sharding.spec(("batch", "length", "heads", "head_dim"))
-    keys = sharding.spec(("batch", "kv_heads", "keys", "head_dim"))
-    masks, rows = sharding.spec(("batch", "length", "keys")), sharding.spec(("batch", "keys"))
+    queries, keys = ("batch", "length", "heads", "head_dim"), ("batch", "kv_heads", "keys", "head_dim")
 
-    def local(q: Array, k: Array, v: Array, mask: Array, segment_ids: Array) -> Array:
+    def run(q: Array, k: Array, v: Array, mask: Array, segment_ids: Array) -> Array:
         return kernel.run(q, k, v, Packed(mask, segment_ids, packed.window), scale)
 
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(queries, keys, keys, masks, rows), out_specs=queries, check_vma=False
-    )(q, k, v, packed.mask, packed.segment_ids)
+    axes = (queries, keys, keys, ("batch", "length", "keys"), ("batch", "keys"))
+    return sharding.on_each_device(run, mesh, axes, queries)(q, k, v, packed.mask, packed.segment_ids)
 
 
 def _tokamax(name: str, q: Array, k: Array, v: Array, packed: Packed, scale: float) -> Array:

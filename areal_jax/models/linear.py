@@ -90,9 +90,10 @@ class Adapter(nnx.Module):
 def add_adapters(module: nnx.Module, inputs: dict[str, int], config: LoraConfig | None, rngs: nnx.Rngs) -> None:
     """Gives the module's projections their adapters, those that have one. inputs: name of the projection -> how many
     axes of its weights are the input's."""
-    targets = [PROJECTIONS[name] for name in config.target_modules] if config else []
+    if config is None:
+        return
+    targets = {PROJECTIONS[name] for name in config.target_modules}
     for name in [n for n in inputs if n in targets]:
-        assert config is not None
         setattr(module, name + SUFFIX, Adapter(getattr(module, name), inputs[name], config, rngs))
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
+from areal_jax import sharding
 from areal_jax.types import Params, PolicySnapshot
 
 
@@ -54,9 +55,9 @@ class MemoryChannel:
         self._snapshots: dict[int, PolicySnapshot] = {}
 
     def publish(self, snapshot: PolicySnapshot) -> None:
-        copied = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), snapshot.params)
+        copy = PolicySnapshot(snapshot.version, sharding.copied(snapshot.params))
         with self._lock:
-            self._snapshots[snapshot.version] = PolicySnapshot(snapshot.version, copied)
+            self._snapshots[snapshot.version] = copy
 
     def load(self, version: int, abstract_params: Params) -> PolicySnapshot:
         with self._lock:
